@@ -1,0 +1,1 @@
+"""Exact tokens and logprobs, from the engine to the loss."""
