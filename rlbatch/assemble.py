@@ -1,0 +1,183 @@
+"""`Trajectory` -> `Sample`s: turns joined where each prompt extends what came before, branched where not.
+
+Ids decide, exactly; nothing is encoded again. Tokens between turns (tools, templates) are context: untrained.
+Every sampled token is trained in exactly one sample. Knows nothing of engines or trainers.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlbatch.catalogue import finding
+from rlbatch.errors import Finding, RecordError, Where
+from rlbatch.records import TOKEN_FIELDS, UNKNOWN_VERSION, Sample, Trajectory, Turn
+
+
+@dataclass(slots=True)
+class _Branch:
+    """Turns whose prompts extend one another; becomes one sample."""
+
+    token_ids: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+    """Prompt and completion of the last turn: all tokens so far."""
+    turns: list[int] = field(default_factory=list)
+
+    def append(self, index: int, turn: Turn) -> None:
+        self.turns.append(index)
+        self.token_ids = np.concatenate([turn.prompt_token_ids, turn.completion_token_ids])
+
+
+def to_samples(trajectory: Trajectory, versions: Mapping[str, int] | None = None) -> list[Sample]:
+    """The trainable sequences of one rollout.
+
+    A turn joins the longest earlier sequence that its prompt begins with, token by token. Where there is
+    none it starts a sequence of its own with its whole prompt as context, and `prefix_findings` says so.
+
+    Args:
+        trajectory: its turns in order.
+        versions: the engine's version labels to `policy_version`; decimal labels convert themselves. Without
+            a mapping other labels are unknown (-1).
+
+    Returns:
+        One sample, or several where the prefix broke.
+
+    Raises:
+        RecordError: `versions` lacks a label that the trajectory has.
+
+    Example:
+        turn 0 [1, 5] -> [7, 2], turn 1 [1, 5, 7, 2, 9] -> [8]: one sample [1, 5, 7, 2, 9, 8],
+        trained at 2:4 and 5:6
+    """
+    branches, _ = _branches(trajectory)
+    return [
+        _to_sample(trajectory, branch, sibling, len(branches), versions)
+        for sibling, branch in enumerate(branches)
+    ]
+
+
+def prefix_findings(trajectory: Trajectory) -> tuple[Finding, ...]:
+    """A `turn-prefix-broken` for every turn after the first whose prompt extends no earlier sequence."""
+    return tuple(_branches(trajectory)[1])
+
+
+def _branches(trajectory: Trajectory) -> tuple[list[_Branch], list[Finding]]:
+    """The sequences of a trajectory, and a finding for each turn that had to start one."""
+    branches: list[_Branch] = []
+    findings: list[Finding] = []
+    for index, turn in enumerate(trajectory.turns):
+        branch = _longest_prefix(branches, turn)
+        if branch is None:
+            if branches:
+                findings.append(_broken(trajectory.trajectory_id, index, turn, branches))
+            branch = _Branch()
+            branches.append(branch)
+        branch.append(index, turn)
+    return branches, findings
+
+
+def _longest_prefix(branches: Sequence[_Branch], turn: Turn) -> _Branch | None:
+    prompt = turn.prompt_token_ids
+    fitting = [
+        branch for branch in branches if _num_common(branch.token_ids, prompt) == len(branch.token_ids)
+    ]
+    return max(fitting, key=lambda branch: len(branch.token_ids), default=None)
+
+
+def _num_common(a: NDArray[np.int32], b: NDArray[np.int32]) -> int:
+    """Tokens at the start that two sequences share."""
+    length = min(len(a), len(b))
+    differs = a[:length] != b[:length]
+    return int(differs.argmax()) if differs.any() else length
+
+
+def _broken(trajectory_id: str, index: int, turn: Turn, branches: Sequence[_Branch]) -> Finding:
+    prompt = turn.prompt_token_ids
+    nearest = max(branches, key=lambda branch: _num_common(branch.token_ids, prompt))
+    at = _num_common(nearest.token_ids, prompt)
+    return finding(
+        "turn-prefix-broken",
+        where=Where(trajectory=trajectory_id, turn=index, start=at, stop=len(prompt)),
+        expected=f"a prompt that begins with the {len(nearest.token_ids)} tokens up to turn {nearest.turns[-1]}",
+        found=f"the first {at} tokens agree, then they differ; turn {index} becomes a sample of its own",
+    )
+
+
+def _to_sample(
+    trajectory: Trajectory,
+    branch: _Branch,
+    sibling: int,
+    num_siblings: int,
+    versions: Mapping[str, int] | None,
+) -> Sample:
+    columns = _Columns(branch.token_ids)
+    for index in branch.turns:
+        columns.write(trajectory, index, versions)
+    return Sample(
+        token_ids=columns.token_ids,
+        inference_logprobs=columns.inference_logprobs,
+        loss_mask=columns.turn >= 0,
+        advantages=columns.advantages,
+        policy_version=columns.policy_version,
+        temperature=columns.temperature,
+        turn=columns.turn,
+        raw_inference_logprobs=columns.raw_inference_logprobs if columns.has_raw else None,
+        sample_id=f"{trajectory.trajectory_id}:{sibling}",
+        trajectory_id=trajectory.trajectory_id,
+        group_id=trajectory.group_id,
+        reward=trajectory.reward,
+        sibling=sibling,
+        num_siblings=num_siblings,
+        provenances=tuple(turn.provenance for turn in trajectory.turns),
+        finish_reasons=tuple(turn.finish_reason for turn in trajectory.turns),
+    )
+
+
+class _Columns:
+    """The per-token fields of one sample while its turns are written into them."""
+
+    def __init__(self, token_ids: NDArray[np.int32]) -> None:
+        self.token_ids = token_ids
+        self.has_raw = False
+        blank = {spec.name: spec for spec in TOKEN_FIELDS}
+
+        def column(name: str) -> NDArray[Any]:
+            return np.full(len(token_ids), blank[name].not_sampled, blank[name].dtype)
+
+        self.inference_logprobs = column("inference_logprobs")
+        self.raw_inference_logprobs = column("raw_inference_logprobs")
+        self.advantages = column("advantages")
+        self.policy_version = column("policy_version")
+        self.temperature = column("temperature")
+        self.turn = column("turn")
+
+    def write(self, trajectory: Trajectory, index: int, versions: Mapping[str, int] | None) -> None:
+        turn = trajectory.turns[index]
+        start = len(turn.prompt_token_ids)
+        span = slice(start, start + len(turn.completion_token_ids))
+        self.inference_logprobs[span] = turn.inference_logprobs
+        self.advantages[span] = trajectory.advantage
+        self.turn[span] = index
+        self.temperature[span] = _divisor(turn)
+        if turn.raw_inference_logprobs is not None:
+            self.has_raw = True
+            self.raw_inference_logprobs[span] = turn.raw_inference_logprobs
+        for part in turn.policy_versions:
+            self.policy_version[start + part.start : start + part.stop] = _version(part.label, versions)
+
+
+def _divisor(turn: Turn) -> float:
+    """What the logits were divided by: the temperature, and 1 where decoding was greedy."""
+    sampling = turn.provenance.sampling
+    return 1.0 if sampling.greedy else sampling.temperature
+
+
+def _version(label: str, versions: Mapping[str, int] | None) -> int:
+    if versions is not None and label in versions:
+        return versions[label]
+    if label.isdecimal():
+        return int(label)
+    if versions is not None:
+        raise RecordError(f"versions: expected every label of the trajectory, found none for {label!r}")
+    return UNKNOWN_VERSION
