@@ -1,0 +1,157 @@
+"""Aggregates over segments without an accepted cause: how far apart engine and trainer are, and by age.
+
+Knows nothing of single tokens. Sums merge across batches and ranks.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlbatch.alignment.limits import CLEAN_MEAN, Limits
+from rlbatch.alignment.measure import COLUMN
+from rlbatch.catalogue import finding
+from rlbatch.errors import Finding
+from rlbatch.records import UNKNOWN_VERSION
+
+UNKNOWN_AGE = -1
+"""Key of tokens drawn by unknown weights."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Sums:
+    """Sums over compared tokens."""
+
+    num_tokens: float = 0.0
+    sum_log_ratio: float = 0.0
+    sum_abs_log_ratio: float = 0.0
+    sum_k3: float = 0.0
+    sum_k3_capped: float = 0.0
+    sum_ratio: float = 0.0
+    max_abs_log_ratio: float = 0.0
+    num_confident_disagreements: float = 0.0
+
+    def add(self, other: "Sums") -> None:
+        """Take in other tokens."""
+        self.num_tokens += other.num_tokens
+        self.sum_log_ratio += other.sum_log_ratio
+        self.sum_abs_log_ratio += other.sum_abs_log_ratio
+        self.sum_k3 += other.sum_k3
+        self.sum_k3_capped += other.sum_k3_capped
+        self.sum_ratio += other.sum_ratio
+        self.max_abs_log_ratio = max(self.max_abs_log_ratio, other.max_abs_log_ratio)
+        self.num_confident_disagreements += other.num_confident_disagreements
+
+    def mean(self, total: float) -> float:
+        """0 where there are no tokens."""
+        return total / self.num_tokens if self.num_tokens else 0.0
+
+
+@dataclass(slots=True, kw_only=True)
+class Drift:
+    """Sums by age in versions, and whether every segment was clean."""
+
+    by_age: dict[int, Sums] = field(default_factory=dict)
+    """Age 0 is current; -1 unknown."""
+    all_clean: bool = True
+    """Mean |log_ratio| of each segment so far is under `CLEAN_MEAN`."""
+
+    def add_rows(self, rows: NDArray[np.float64], ages: NDArray[np.int64]) -> None:
+        """Take in segments: [G, stats] with the age of each."""
+        count = rows[:, COLUMN["num_compared"]]
+        total = rows[:, COLUMN["sum_abs_log_ratio"]]
+        self.all_clean &= bool((total <= CLEAN_MEAN * count).all())
+        for age in np.unique(ages[count > 0]).tolist():
+            self.by_age.setdefault(age, Sums()).add(_sums(rows[(ages == age) & (count > 0)]))
+
+    def merge(self, other: "Drift") -> None:
+        """Take in what another batch or rank found."""
+        self.all_clean &= other.all_clean
+        for age, sums in other.by_age.items():
+            self.by_age.setdefault(age, Sums()).add(sums)
+
+    def total(self) -> Sums:
+        """All ages together."""
+        total = Sums()
+        for sums in self.by_age.values():
+            total.add(sums)
+        return total
+
+    def judged(self, limits: Limits) -> bool:
+        """Whether there was enough to say something: tokens for the limits, or segments that are all clean."""
+        num_tokens = self.total().num_tokens
+        return num_tokens > 0 and (num_tokens >= limits.min_tokens or self.all_clean)
+
+
+def age_of(version: int, trainer_version: int | None) -> int:
+    """Versions between the weights that drew a token and the trainer's; without a trainer version all are current.
+
+    A version ahead of the trainer's is as unknown as none.
+    """
+    if trainer_version is None:
+        return 0
+    if version == UNKNOWN_VERSION or version > trainer_version:
+        return UNKNOWN_AGE
+    return trainer_version - version
+
+
+def drift_findings(by_age: Mapping[int, Sums], limits: Limits) -> Iterator[Finding]:
+    """`kld-high` for each age with enough tokens; an error only for current ones."""
+    for age, sums in sorted(by_age.items()):
+        kld = sums.mean(sums.sum_k3_capped)
+        if sums.num_tokens < limits.min_tokens or kld <= limits.kld_warning:
+            continue
+        is_error = age == 0 and kld > limits.kld_error
+        limit = limits.kld_error if is_error else limits.kld_warning
+        yield finding(
+            "kld-high",
+            severity="error" if is_error else "warning",
+            expected=f"capped inference KLD of at most {limit:g} nats",
+            found=f"{kld:.4g} over {int(sums.num_tokens)} tokens of {_age_text(age)}; "
+            f"uncapped {sums.mean(sums.sum_k3):.4g}, mean |log_ratio| {sums.mean(sums.sum_abs_log_ratio):.4g}",
+        )
+
+
+def metrics(drift: Drift, num_excluded_segments: int) -> dict[str, float]:
+    """What a trainer logs: `rlbatch/<quantity>/<reduction>`, ratios before any clipping."""
+    total = drift.total()
+    named = {
+        "rlbatch/num_tokens/sum": total.num_tokens,
+        "rlbatch/num_excluded_segments/sum": float(num_excluded_segments),
+        "rlbatch/k1/mean": -total.mean(total.sum_log_ratio),
+        "rlbatch/abs_log_ratio/mean": total.mean(total.sum_abs_log_ratio),
+        "rlbatch/abs_log_ratio/max": total.max_abs_log_ratio,
+        "rlbatch/ratio/mean": total.mean(total.sum_ratio),
+        "rlbatch/inference_kld/mean": total.mean(total.sum_k3),
+        "rlbatch/inference_kld_capped/mean": total.mean(total.sum_k3_capped),
+    }
+    for age, sums in sorted(drift.by_age.items()):
+        name = "unknown_version" if age == UNKNOWN_AGE else f"version_lag_{age}"
+        named[f"rlbatch/inference_kld_capped/{name}"] = sums.mean(sums.sum_k3_capped)
+        named[f"rlbatch/num_tokens/{name}"] = sums.num_tokens
+        if age == 0:
+            named["rlbatch/num_confident_disagreements/sum"] = sums.num_confident_disagreements
+    return named
+
+
+def _sums(rows: NDArray[np.float64]) -> Sums:
+    def total(name: str) -> float:
+        return float(rows[:, COLUMN[name]].sum())
+
+    return Sums(
+        num_tokens=total("num_compared"),
+        sum_log_ratio=total("sum_log_ratio"),
+        sum_abs_log_ratio=total("sum_abs_log_ratio"),
+        sum_k3=total("sum_k3"),
+        sum_k3_capped=total("sum_k3_capped"),
+        sum_ratio=total("sum_ratio"),
+        max_abs_log_ratio=float(rows[:, COLUMN["max_abs_log_ratio"]].max()),
+        num_confident_disagreements=total("num_confident_disagreements"),
+    )
+
+
+def _age_text(age: int) -> str:
+    if age == UNKNOWN_AGE:
+        return "unknown version"
+    return "the trainer's own version" if age == 0 else f"version lag {age}"
