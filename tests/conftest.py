@@ -1,0 +1,28 @@
+"""Fixtures that every test module may use."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Each device in turn; CUDA skips with the reason where there is none."""
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device on this machine")
+    return torch.device(request.param)
+
+
+@pytest.fixture(scope="session")
+def data_dir() -> Path:
+    """What a real vLLM 0.32.0 replied: `replies/<server>/<name>.json`, `rollouts/<server>__<sampling>.json`."""
+    return Path(__file__).parent / "data" / "vllm-0.32.0"
+
+
+@pytest.fixture(scope="session")
+def tinylm_dir() -> Path:
+    """The model that those servers served."""
+    return ROOT / "examples" / "tinylm"
