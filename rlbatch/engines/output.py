@@ -1,0 +1,176 @@
+"""One choice of a reply as decoded, and the `Turn` it becomes.
+
+`to_turn` holds the rules that are the same for every engine: ids and logprobs are counted against each other,
+nulls are counted before any array is made (numpy turns None into NaN in silence), every value is finite, and
+the provenance decides under which name the values are kept. Knows no engine's format: readers of recorded
+rollouts use it too.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlbatch.catalogue import finding
+from rlbatch.errors import Finding, ReplyError, Where
+from rlbatch.records import FINISH_REASONS, FinishReason, Provenance, Turn, Usage, VersionSpan
+
+MAX_POSITIONS_SHOWN = 5
+"""A finding names this many tokens and counts the rest."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class EngineOutput:
+    """One choice as decoded. Lists are as long as the engine made them; None is what it did not say."""
+
+    label: str
+    """What findings call it, e.g. `choice 1`."""
+    where: Where = field(default_factory=Where)
+    """Where it came from, for readers of files."""
+    prompt_token_ids: Sequence[int] | None
+    """[P] true ints, 0 <= id < 2**31, as the decoder has checked."""
+    completion_token_ids: Sequence[int] | None
+    """[C] true ints, 0 <= id < 2**31."""
+    logprobs: Sequence[float | None] | None
+    """[C] nats; None where the engine reported null."""
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    policy_versions: tuple[VersionSpan, ...] = ()
+    """Half-open spans over the completion, as the engine said; empty where it said nothing."""
+    usage: Usage = field(default_factory=Usage)
+    text: str | None = None
+    request_id: str | None = None
+
+
+def to_turn(output: EngineOutput, provenance: Provenance) -> Turn:
+    """The turn of one choice; never a token or a logprob more, less or other than the engine reported.
+
+    Args:
+        output: one decoded choice.
+        provenance: decides where the values go: `inference_logprobs` where they are of the distribution that
+            was sampled from, else `raw_inference_logprobs`, with `inference_logprobs` NaN.
+
+    Raises:
+        ReplyError: ids-missing, prompt-ids-missing, logprobs-missing, length-mismatch, echo-unsupported,
+            logprob-missing, logprob-not-finite, statement-contradicted (version spans) or reply-malformed
+            (an unknown finish reason).
+
+    Example:
+        ids [5, 2], logprobs [-0.5, -0.25], raw mode at temperature 0.7 ->
+        inference_logprobs [NaN, NaN], raw_inference_logprobs [-0.5, -0.25]
+    """
+    completion = _completion_ids(output)
+    prompt = _prompt_ids(output)
+    values = _logprobs(output, num_prompt=len(prompt), num_ids=len(completion))
+    behaviour = provenance.gives_behaviour_logprobs
+    return Turn(
+        prompt_token_ids=np.array(prompt, dtype=np.int32),
+        completion_token_ids=np.array(completion, dtype=np.int32),
+        inference_logprobs=values if behaviour else np.full_like(values, np.nan),
+        raw_inference_logprobs=None if behaviour else values,
+        finish_reason=_finish_reason(output),
+        stop_reason=output.stop_reason,
+        policy_versions=_spans(output, num_ids=len(completion)),
+        provenance=provenance,
+        usage=output.usage,
+        text=output.text,
+        request_id=output.request_id,
+    )
+
+
+def _completion_ids(output: EngineOutput) -> Sequence[int]:
+    if output.completion_token_ids is None:
+        raise _refusal(output, "ids-missing", "the exact ids of the sampled tokens", "no ids")
+    return output.completion_token_ids
+
+
+def _prompt_ids(output: EngineOutput) -> Sequence[int]:
+    if output.prompt_token_ids is None:
+        raise _refusal(output, "prompt-ids-missing", "the ids of the prompt", "none in reply or request")
+    if not output.prompt_token_ids:
+        raise _refusal(output, "prompt-ids-missing", "at least one id in the prompt", "an empty list")
+    return output.prompt_token_ids
+
+
+def _logprobs(output: EngineOutput, *, num_prompt: int, num_ids: int) -> NDArray[np.float32]:
+    """[C] float32 nats, every one of them reported and finite."""
+    if output.logprobs is None and num_ids:
+        raise _refusal(output, "logprobs-missing", f"{num_ids} logprobs, one a sampled id", "no logprobs")
+    values = output.logprobs or ()
+    if len(values) != num_ids:
+        raise _length_refusal(output, num_values=len(values), num_prompt=num_prompt, num_ids=num_ids)
+    if None in values:
+        nulls = [at for at, value in enumerate(values) if value is None]
+        raise _refusal(
+            output, "logprob-missing", "a logprob for every sampled id", _at("null", nulls, num_ids)
+        )
+    return _finite(output, np.array(values, dtype=np.float64))
+
+
+def _finite(output: EngineOutput, values: NDArray[np.float64]) -> NDArray[np.float32]:
+    # A double beyond float32 would become infinite here: it is reported, not warned about.
+    with np.errstate(over="ignore"):
+        narrow = values.astype(np.float32)
+    bad = np.flatnonzero(~np.isfinite(narrow)).tolist()
+    if bad:
+        found = _at("NaN, infinite or beyond float32", bad, len(values))
+        raise _refusal(output, "logprob-not-finite", "finite logprobs", found)
+    return narrow
+
+
+def _length_refusal(output: EngineOutput, *, num_values: int, num_prompt: int, num_ids: int) -> ReplyError:
+    difference = num_values - num_ids
+    side = "logprobs" if difference > 0 else "ids"
+    found = f"{num_values} logprobs for {num_ids} ids: {abs(difference)} {side} too many"
+    if difference == num_prompt:
+        found += ", which is the length of the prompt"
+        return _refusal(output, "echo-unsupported", "logprobs of the completion alone", found)
+    return _refusal(output, "length-mismatch", "one logprob for each sampled id", found)
+
+
+def _finish_reason(output: EngineOutput) -> FinishReason | None:
+    if output.finish_reason is None:
+        return None
+    for known in FINISH_REASONS:
+        if output.finish_reason == known:
+            return known
+    raise ReplyError.of(
+        finding(
+            "reply-malformed",
+            where=output.where,
+            expected=f"finish_reason one of {', '.join(FINISH_REASONS)}",
+            found=f"{output.label}: {output.finish_reason[:40]!r}",
+            likely="the engine failed in the middle of the request, or ended it in a way not known here",
+            fix="leave this completion out at its source, and look in the engine's log for the cause",
+        )
+    )
+
+
+def _spans(output: EngineOutput, *, num_ids: int) -> tuple[VersionSpan, ...]:
+    """The spans that hold tokens; together they must cover the completion, each token once."""
+    at = 0
+    for span in output.policy_versions:
+        if span.start != at or span.stop < span.start:
+            break
+        at = span.stop
+    else:
+        if at == num_ids or not output.policy_versions:
+            # A version that was replaced before its first token has an empty span, which says of no token.
+            return tuple(span for span in output.policy_versions if span.stop > span.start)
+    shown = ", ".join(f"{span.start}:{span.stop}" for span in output.policy_versions[:MAX_POSITIONS_SHOWN])
+    expected = f"spans of versions that cover tokens 0:{num_ids}, each once"
+    raise _refusal(
+        output, "statement-contradicted", expected, f"{len(output.policy_versions)} spans: {shown}"
+    )
+
+
+def _at(what: str, positions: Sequence[int], total: int) -> str:
+    shown = ", ".join(str(at) for at in positions[:MAX_POSITIONS_SHOWN])
+    more = ", ..." if len(positions) > MAX_POSITIONS_SHOWN else ""
+    return f"{len(positions)} of {total} are {what}, at sampled token {shown}{more}"
+
+
+def _refusal(output: EngineOutput, code: str, expected: str, found: str) -> ReplyError:
+    result: Finding = finding(code, where=output.where, expected=expected, found=f"{output.label}: {found}")
+    return ReplyError.of(result)

@@ -1,0 +1,182 @@
+"""What a request says: the prompt's ids, the number of choices, and how the tokens were to be drawn.
+
+Everything that is said twice must agree: the request's sampling fields with the provenance, its prompt with
+the reply's. A field that is absent or null says nothing, because a server's defaults are not the protocol's.
+Knows the field names of vLLM's three routes; nothing of replies. Findings show no id and no text.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, TypeGuard
+
+import msgspec
+
+from rlbatch.catalogue import finding
+from rlbatch.engines.body import TokenId
+from rlbatch.errors import Finding
+from rlbatch.records import Provenance
+
+Route: TypeAlias = Literal["completions", "chat", "generate"]
+
+PROMPT_FIELDS: Mapping[Route, str] = {"completions": "prompt", "chat": "messages", "generate": "token_ids"}
+"""Where a request of each route has its prompt."""
+
+_NUMBERS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "min_tokens",
+)
+_FLAGS = ("logit_bias", "allowed_token_ids", "bad_words")
+"""Fields whose presence alone is in the provenance: an empty value means off."""
+
+_GRAMMARS = (
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "guided_decoding",
+)
+_GRAMMAR_FORMATS = ("json_object", "json_schema", "structural_tag")
+"""Types of `response_format` that put a grammar over the sampling."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompts:
+    """The prompts of one request; all None where there is no request, or it does not say."""
+
+    token_ids: Sequence[Sequence[int] | None] | None = None
+    """One entry a prompt; an entry is None where that prompt was text."""
+    num_choices: int | None = None
+    """Choices a prompt (n)."""
+
+    @property
+    def count(self) -> int | None:
+        """Number of prompts."""
+        return None if self.token_ids is None else len(self.token_ids)
+
+
+def read_prompts(request: Mapping[str, object] | None, route: Route) -> Prompts:
+    """The prompts of a request of this route; ids only where they were sent as integers.
+
+    Example:
+        {"prompt": [[1, 5], [1, 6]], "n": 2} -> token_ids [[1, 5], [1, 6]], num_choices 2
+    """
+    if request is None:
+        return Prompts()
+    n = _sampling_fields(request, route).get("n")
+    return Prompts(
+        token_ids=_prompt_token_ids(request.get(PROMPT_FIELDS[route]), route),
+        num_choices=n if _is_int(n) else None,
+    )
+
+
+def contradictions(
+    request: Mapping[str, object] | None, route: Route, provenance: Provenance
+) -> list[Finding]:
+    """Every statement of the request that the provenance, or the reply's route, denies."""
+    if request is None:
+        return []
+    fields = _sampling_fields(request, route)
+    found = [_route_contradiction(request, route)]
+    found += [_number_contradiction(fields, name, provenance) for name in _NUMBERS]
+    found += [_flag_contradiction(fields, name, provenance) for name in _FLAGS]
+    if _asks_for_grammar(fields) and not provenance.sampling.structured_output:
+        stated = "the provenance says structured_output=False"
+        found.append(_contradiction("structured output", "asked for a grammar", stated))
+    if fields.get("use_beam_search"):
+        stated = "a provenance is of tokens drawn one by one"
+        found.append(_contradiction("use_beam_search", "set use_beam_search", stated))
+    return [each for each in found if each is not None]
+
+
+def asks_for(request: Mapping[str, object] | None, name: str) -> bool:
+    """Whether the request set this switch, e.g. `echo` or `stream`."""
+    return request is not None and bool(request.get(name))
+
+
+def _sampling_fields(request: Mapping[str, object], route: Route) -> Mapping[str, object]:
+    # The generate route reads `sampling_params` only, the others the top level only; vLLM ignores the rest.
+    if route != "generate":
+        return request
+    nested = request.get("sampling_params")
+    return nested if isinstance(nested, Mapping) else {}
+
+
+def _prompt_token_ids(prompt: object, route: Route) -> Sequence[Sequence[int] | None] | None:
+    if prompt is None:
+        return None
+    if route == "chat":
+        # A template makes the ids of messages; a chat request never has them.
+        return [None]
+    ids = _ids(prompt)
+    if ids is not None or route == "generate" or not isinstance(prompt, (list, tuple)):
+        return [ids]
+    return [_ids(item) for item in prompt]
+
+
+def _ids(value: object) -> list[int] | None:
+    """The ids of one prompt; None where it is anything but a list of true ints in range."""
+    if not isinstance(value, (list, tuple)) or not value:
+        return None
+    try:
+        return msgspec.convert(value, list[TokenId])
+    except msgspec.ValidationError:
+        return None
+
+
+def _is_int(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _route_contradiction(request: Mapping[str, object], route: Route) -> Finding | None:
+    if PROMPT_FIELDS[route] in request:
+        return None
+    others = [field for field in PROMPT_FIELDS.values() if request.get(field) is not None]
+    return _contradiction("the route", f"has `{others[0]}`", f"the reply is of {route}") if others else None
+
+
+def _number_contradiction(fields: Mapping[str, object], name: str, provenance: Provenance) -> Finding | None:
+    value = fields.get(name)
+    if value is None:
+        return None
+    # vLLM takes -1 as well as 0 for "off".
+    sent = 0 if name == "top_k" and value == -1 else value
+    stated = getattr(provenance.sampling, name)
+    if isinstance(sent, (int, float)) and not isinstance(sent, bool) and sent == stated:
+        return None
+    shown = f"{name}={value}" if isinstance(value, (int, float)) else f"a {type(value).__name__} for {name}"
+    return _contradiction(name, f"sent {shown}", f"the provenance says {name}={stated}")
+
+
+def _flag_contradiction(fields: Mapping[str, object], name: str, provenance: Provenance) -> Finding | None:
+    value = fields.get(name)
+    stated: bool = getattr(provenance.sampling, name)
+    if value is None or bool(value) == stated:
+        return None
+    return _contradiction(
+        name, f"set {name}" if value else f"left {name} empty", f"the provenance says {name}={stated}"
+    )
+
+
+def _asks_for_grammar(fields: Mapping[str, object]) -> bool:
+    if any(fields.get(name) for name in _GRAMMARS):
+        return True
+    response_format = fields.get("response_format")
+    if isinstance(response_format, Mapping) and response_format.get("type") in _GRAMMAR_FORMATS:
+        return True
+    choice = fields.get("tool_choice")
+    return choice == "required" or isinstance(choice, Mapping)
+
+
+def _contradiction(what: str, request_did: str, stated: str) -> Finding:
+    return finding(
+        "statement-contradicted",
+        expected=f"request, reply and provenance that agree on {what}",
+        found=f"the request {request_did}; {stated}",
+    )

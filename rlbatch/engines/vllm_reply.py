@@ -1,0 +1,157 @@
+"""What a vLLM reply says, field by field: the structs it is decoded into and where each list lies.
+
+    route        prompt ids                   sampled ids        logprobs
+    completions  choice.prompt_token_ids      choice.token_ids   logprobs.token_logprobs
+    chat         prompt_token_ids             choice.token_ids   logprobs.content[].logprob
+    generate     prompt_token_ids, or null    choice.token_ids   logprobs.content[].logprob, .token_id
+
+Fields that are not needed are skipped by the decoder. Judges nothing. Recorded from vLLM 0.32.0; generate
+replies of older versions lack usage and weight_versions.
+"""
+
+import msgspec
+
+from rlbatch.engines.body import TokenId
+from rlbatch.engines.request import Route
+from rlbatch.records import VersionSpan
+
+TOKEN_ID_PREFIX = "token_id:"
+"""With return_tokens_as_token_ids a token's string is this and its id."""
+
+MAX_ID_DIGITS = 10
+"""No id below 2**31 has more."""
+
+
+class Entry(msgspec.Struct, gc=False):
+    """One sampled token of chat and generate."""
+
+    logprob: float | None = None
+    token: str | None = None
+    token_id: TokenId | None = None
+
+
+class Logprobs(msgspec.Struct, gc=False):
+    """`token_logprobs` and `tokens` are of completions, `content` of the other two."""
+
+    token_logprobs: list[float | None] | None = None
+    tokens: list[str] | None = None
+    content: list[Entry] | None = None
+
+
+class Message(msgspec.Struct, gc=False):
+    """What chat's parsers made of the decoded text."""
+
+    content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[object] | None = None
+
+
+class Span(msgspec.Struct, gc=False):
+    """Half-open span of sampled tokens drawn by one version of the weights."""
+
+    version: str | int
+    start: int
+    end: int
+
+
+class Choice(msgspec.Struct, gc=False):
+    """One completion. Choices run prompt-major: with n a prompt, choice i belongs to prompt i // n."""
+
+    index: int
+    token_ids: list[TokenId] | None = None
+    prompt_token_ids: list[TokenId] | None = None
+    logprobs: Logprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    text: str | None = None
+    message: Message | None = None
+    weight_versions: list[Span] | None = None
+    routed_experts: object = None
+
+    @property
+    def label(self) -> str:
+        """What findings call it."""
+        return f"choice {self.index}"
+
+
+class Counts(msgspec.Struct, gc=False):
+    """The reply's `usage`: the completion's tokens summed over choices, each prompt's counted once."""
+
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+
+
+class Body(msgspec.Struct, gc=False):
+    """A reply of any of the three routes; `choices` is None where the body is something else."""
+
+    choices: list[Choice] | None = None
+    kind: str | None = msgspec.field(name="object", default=None)
+    id: str | None = None
+    request_id: str | None = None
+    output_mode: str | None = None
+    prompt_token_ids: list[TokenId] | None = None
+    usage: Counts | None = None
+    error: object = None
+
+
+def route_of(body: Body) -> Route | None:
+    """The route that makes bodies of this shape; None where none of the three does."""
+    choices = body.choices or []
+    if body.kind is not None:
+        kinds: dict[str, Route] = {"chat.completion": "chat", "text_completion": "completions"}
+        return kinds.get(body.kind)
+    if body.request_id is not None or body.output_mode is not None:
+        return "generate"
+    if any(choice.message is not None for choice in choices):
+        return "chat"
+    if any(choice.text is not None for choice in choices):
+        return "completions"
+    return "generate"
+
+
+def logprobs_of(choice: Choice, route: Route) -> list[float | None] | None:
+    """[C] nats as reported, null where an entry has none; None where the choice has no list."""
+    if choice.logprobs is None:
+        return None
+    if route == "completions":
+        return choice.logprobs.token_logprobs
+    content = choice.logprobs.content
+    return None if content is None else [entry.logprob for entry in content]
+
+
+def spelt_ids_of(choice: Choice) -> list[int | None]:
+    """The ids that stand beside the logprobs, as numbers or as `token_id:572`; empty where none do.
+
+    Example:
+        tokens ["token_id:572", "token_id:4"] -> [572, 4]
+    """
+    if choice.logprobs is None:
+        return []
+    entries = choice.logprobs.content or []
+    if any(entry.token_id is not None for entry in entries):
+        return [entry.token_id for entry in entries]
+    tokens = choice.logprobs.tokens or [entry.token or "" for entry in entries]
+    if not all(token.startswith(TOKEN_ID_PREFIX) for token in tokens):
+        return []
+    return [_number(token.removeprefix(TOKEN_ID_PREFIX)) for token in tokens]
+
+
+def spans_of(choice: Choice) -> tuple[VersionSpan, ...]:
+    """The versions of the weights, as the engine labels them; empty where it says nothing."""
+    spans = choice.weight_versions or ()
+    return tuple(VersionSpan(label=str(span.version), start=span.start, stop=span.end) for span in spans)
+
+
+def text_of(choice: Choice) -> str | None:
+    """The whole decoded text; None where a parser took tool calls or reasoning out of it."""
+    message = choice.message
+    if message is None:
+        return choice.text
+    parsed = message.tool_calls or message.reasoning is not None or message.reasoning_content is not None
+    return None if parsed else message.content
+
+
+def _number(digits: str) -> int:
+    # -1 is no id: a string that spells none contradicts whatever it is compared with.
+    return int(digits) if digits.isascii() and digits.isdigit() and len(digits) <= MAX_ID_DIGITS else -1
