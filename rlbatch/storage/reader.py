@@ -1,0 +1,160 @@
+"""Shards read as one list of samples: `open_reader` takes a file or a directory of them.
+
+A directory is read in the order of the names, and not its sub-directories. Temporary files of killed writers
+are ignored and listed. Knows nothing of recorded rollouts (JSON), batches or what samples are for.
+"""
+
+import operator
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlbatch.records import Provenance, Sample
+from rlbatch.storage.columns import provenance_text
+from rlbatch.storage.files import list_directory, refusal, unusable
+from rlbatch.storage.shard import Shard
+
+
+def open_reader(path: str | Path) -> "ShardReader":
+    """Open a shard, or a directory of shards.
+
+    Reads headers and per-sample columns only; the tokens stay on the disk until they are asked for. A shard
+    must not be changed while it is open: it is mapped, not read.
+
+    Args:
+        path: a shard, or a directory whose *.safetensors files are all shards.
+
+    Raises:
+        StorageError: file-unusable (missing, no shard in it, not a safetensors file), schema-unknown (another
+            program's safetensors file, or a version that this release does not read), shard-truncated,
+            shard-altered.
+
+    Example:
+        open_reader("rollouts")[0].token_ids
+    """
+    path = Path(path)
+    try:
+        is_directory = path.is_dir()
+    except OSError as error:
+        raise unusable(path, error) from error
+    if not is_directory:
+        return ShardReader([path])
+    listing = list_directory(path)
+    if not listing.shards:
+        found = (
+            f"{listing.num_names} entries, none of that name" if listing.num_names else "an empty directory"
+        )
+        if listing.leftovers:
+            found += f"; {len(listing.leftovers)} are temporary, of a writer that was killed or is at work"
+        expected = "a directory with at least one *.safetensors file"
+        raise refusal("file-unusable", path, expected=expected, found=found)
+    return ShardReader(listing.shards, leftovers=listing.leftovers)
+
+
+class ShardReader:
+    """N samples of one or more shards; made by `open_reader`.
+
+    What is read whole is verified: iteration, `samples` and `read` compare each array with its checksum the
+    first time they touch its shard. `reader[i]` is not, and does not say so again. Pickles as its paths.
+
+    Attributes:
+        paths: the shards, in the order read.
+        leftovers: paths of temporary files beside them, which hold nothing that was promised.
+        lengths: [N] int64, read-only; tokens of each sample.
+        provenances: the distinct ones of all shards.
+    """
+
+    def __init__(self, paths: Sequence[str | Path], *, leftovers: Sequence[str] = ()) -> None:
+        self._shards = [Shard(Path(path)) for path in paths]
+        self.paths = tuple(str(path) for path in paths)
+        self.leftovers = tuple(leftovers)
+        # Sample i lies in the shard whose first sample is the last one not after i.
+        self._firsts = np.cumsum([0, *(len(shard) for shard in self._shards)])
+        self.lengths: NDArray[np.int64] = np.concatenate([np.diff(shard.offsets) for shard in self._shards])
+        self.lengths.flags.writeable = False
+        self.provenances: tuple[Provenance, ...] = _distinct(self._shards)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _reopen, (self.paths, self.leftovers)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> Sample:
+        """Sample `index`, unchecked: its tokens are not compared with the checksums.
+
+        Its arrays are read-only views of the file. A negative index counts from the end.
+
+        Raises:
+            IndexError: there are not that many samples.
+            StorageError: shard-altered, what the file holds there cannot be a sample.
+        """
+        shard, at = self._locate(index)
+        return shard.sample(at)
+
+    def __iter__(self) -> Iterator[Sample]:
+        """Every sample in order; each shard is verified before its first one.
+
+        Raises:
+            StorageError: shard-altered, naming the array.
+        """
+        for shard in self._shards:
+            yield from shard.samples()
+
+    def samples(self) -> list[Sample]:
+        """Every sample in order, all shards verified; the arrays are views of the files, not copies.
+
+        Raises:
+            StorageError: shard-altered, naming the array.
+        """
+        return list(self)
+
+    def read(self, indices: Iterable[int]) -> list[Sample]:
+        """These samples, in this order; each shard among them is verified whole the first time.
+
+        Raises:
+            IndexError: there are not that many samples.
+            StorageError: shard-altered, naming the array.
+        """
+        places = [self._locate(index) for index in indices]
+        for shard, _ in places:
+            shard.verify()
+        return [shard.sample(at) for shard, at in places]
+
+    def verify(self) -> None:
+        """Compare every array of every shard with its checksum, unless that was done before.
+
+        Raises:
+            StorageError: shard-altered, naming the array.
+        """
+        for shard in self._shards:
+            shard.verify()
+
+    def location(self, index: int) -> tuple[str, int]:
+        """Where sample `index` is stored: the shard's path, and the index in it.
+
+        Raises:
+            IndexError: there are not that many samples.
+        """
+        shard, at = self._locate(index)
+        return str(shard.path), at
+
+    def _locate(self, index: int) -> tuple[Shard, int]:
+        at = operator.index(index)
+        at = at + len(self) if at < 0 else at
+        if not 0 <= at < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        shard = int(np.searchsorted(self._firsts, at, side="right")) - 1
+        return self._shards[shard], at - int(self._firsts[shard])
+
+
+def _reopen(paths: Sequence[str], leftovers: Sequence[str]) -> ShardReader:
+    return ShardReader(paths, leftovers=leftovers)
+
+
+def _distinct(shards: Sequence[Shard]) -> tuple[Provenance, ...]:
+    # By JSON, as in the shards: 1 and 1.0 are equal, but not identical.
+    texts = {provenance_text(item): item for shard in shards for item in shard.provenances}
+    return tuple(texts.values())

@@ -1,0 +1,208 @@
+"""One shard, open for reading: its arrays as views of a read-only map of the file, and samples made of them.
+
+Opening checks the header, and the checksums and boundaries of the per-sample columns; the checksums of the
+per-token arrays are looked at when those are first read whole. Nothing is copied: a sample's arrays are
+views, and keep the map alive.
+
+Knows one file; opens no other, whatever is written in it.
+"""
+
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlbatch.errors import StorageError
+from rlbatch.records import TOKEN_FIELDS, FinishReason, Provenance, Sample
+from rlbatch.storage.columns import (
+    ARRAYS,
+    PER_BOUNDARY,
+    PER_SAMPLE,
+    SAMPLES,
+    TEXT_ENCODING,
+    read_finish_reasons,
+    read_provenances,
+)
+from rlbatch.storage.files import refusal, unusable
+from rlbatch.storage.format import Entry, read_header, shown
+
+_TOKEN_ARRAYS = frozenset(spec.name for spec in TOKEN_FIELDS)
+
+
+class Shard:
+    """One file of N samples.
+
+    Attributes:
+        path: the file.
+        offsets: [N+1] int64, read-only; sample i is tokens offsets[i]:offsets[i+1].
+        provenances: the distinct ones of its samples.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Open the file and check all but the per-token arrays' checksums.
+
+        Raises:
+            StorageError: file-unusable, schema-unknown, shard-truncated or shard-altered.
+        """
+        self.path = path
+        try:
+            # A pipe would be waited for, and a device has no size.
+            if path.exists() and not path.is_file():
+                raise refusal("file-unusable", path, expected="a file", found="something else of that name")
+            with path.open("rb") as file:
+                header = read_header(path, file, schema=SAMPLES)
+                body = _map(file)
+        except StorageError:
+            raise
+        except OSError as error:
+            raise unusable(path, error) from error
+        self._entries = {entry.name: entry for entry in header.entries}
+        self._unverified = set(self._entries)
+        self._arrays = {
+            entry.name: body[entry.start : entry.stop].view(entry.dtype) for entry in header.entries
+        }
+        _check_names(path, self._entries)
+        self._verify(self._entries.keys() - _TOKEN_ARRAYS)
+        self.offsets: NDArray[np.int64] = self._arrays["offsets"]
+        _check_extents(path, self._arrays)
+        self.provenances, self._finish_reasons = _documents(path, header.metadata)
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def verify(self) -> None:
+        """Compare every array with its checksum; those that passed before are not read again.
+
+        Raises:
+            StorageError: shard-altered, naming the array.
+        """
+        self._verify(tuple(self._unverified))
+
+    def sample(self, index: int) -> Sample:
+        """Sample `index`, 0 <= index < N, its arrays views of the file; their checksums are not looked at.
+
+        Raises:
+            StorageError: shard-altered, what the file holds there cannot be a sample.
+        """
+        # RecordError and UnicodeDecodeError are ValueErrors.
+        try:
+            return self._build(index)
+        except (ValueError, LookupError) as error:
+            raise refusal(
+                "shard-altered", self.path, sample=index, expected="a sample", found=shown(str(error))
+            ) from error
+
+    def samples(self) -> Iterator[Sample]:
+        """Every sample in order, once `verify` has passed."""
+        self.verify()
+        for index in range(len(self)):
+            yield self.sample(index)
+
+    def _build(self, index: int) -> Sample:
+        tokens: dict[str, Any] = {spec.name: self._tokens(spec.name, index) for spec in TOKEN_FIELDS}
+        group_id = self._text("group_id", index) if self._arrays["group_id.present"][index] else None
+        reward = float(self._arrays["reward"][index]) if self._arrays["reward.present"][index] else None
+        return Sample(
+            **tokens,
+            sample_id=self._text("sample_id", index),
+            trajectory_id=self._text("trajectory_id", index),
+            group_id=group_id,
+            reward=reward,
+            sibling=int(self._arrays["sibling"][index]),
+            num_siblings=int(self._arrays["num_siblings"][index]),
+            provenances=tuple(self.provenances[at] for at in self._indices("provenances", index)),
+            finish_reasons=tuple(self._finish_reasons[at] for at in self._indices("finish_reasons", index)),
+        )
+
+    def _tokens(self, name: str, index: int) -> NDArray[Any] | None:
+        present = self._arrays.get(f"{name}.present")
+        if name not in self._arrays or (present is not None and not present[index]):
+            return None
+        return self._arrays[name][self.offsets[index] : self.offsets[index + 1]]
+
+    def _run(self, name: str, index: int) -> NDArray[Any]:
+        offsets = self._arrays[f"{name}.offsets"]
+        return self._arrays[name][offsets[index] : offsets[index + 1]]
+
+    def _text(self, name: str, index: int) -> str:
+        return self._run(name, index).tobytes().decode(*TEXT_ENCODING)
+
+    def _indices(self, name: str, index: int) -> list[int]:
+        indices: list[int] = self._run(name, index).tolist()
+        if any(at < 0 for at in indices):
+            raise ValueError(f"a negative index in {name}")
+        return indices
+
+    def _verify(self, names: Iterable[str]) -> None:
+        for name in sorted(names, key=lambda name: self._entries[name].start):
+            crc32 = zlib.crc32(self._arrays[name].data)
+            if crc32 != self._entries[name].crc32:
+                raise refusal(
+                    "shard-altered",
+                    self.path,
+                    expected=f"array {name!r} with crc32 {self._entries[name].crc32:08x}",
+                    found=f"crc32 {crc32:08x}",
+                )
+            self._unverified.discard(name)
+
+
+def _map(file: BinaryIO) -> NDArray[np.uint8]:
+    # As a plain array over the map: slices of np.memmap are slow to make, and pickle as if they were files.
+    return np.asarray(np.memmap(file, dtype=np.uint8, mode="r"))
+
+
+def _check_names(path: Path, entries: Mapping[str, Entry]) -> None:
+    unknown = sorted(entries.keys() - ARRAYS.keys())
+    if unknown:
+        raise refusal(
+            "schema-unknown", path, expected="arrays that this release knows", found=shown(", ".join(unknown))
+        )
+    for name, spec in ARRAYS.items():
+        # An optional field and its `.present` come together.
+        needed = not spec.optional or name.removesuffix(".present") in entries or f"{name}.present" in entries
+        if needed and name not in entries:
+            raise refusal("shard-altered", path, expected=f"an array {name!r}", found="none")
+        if name in entries and entries[name].dtype != spec.dtype:
+            raise refusal(
+                "shard-altered", path, expected=f"{name!r} of {spec.dtype}", found=str(entries[name].dtype)
+            )
+
+
+def _check_extents(path: Path, arrays: Mapping[str, NDArray[Any]]) -> None:
+    """Every array is as long as the boundaries say, and the boundaries rise from 0."""
+    num_samples = len(arrays["offsets"]) - 1
+    if num_samples < 1:
+        raise refusal("shard-altered", path, expected="at least one sample", found="no offsets of one")
+    for name, values in arrays.items():
+        extent = ARRAYS[name].extent
+        expected = {PER_SAMPLE: num_samples, PER_BOUNDARY: num_samples + 1}.get(extent)
+        if expected is None:
+            expected = int(arrays[extent][-1]) if len(arrays[extent]) else 0
+        if len(values) != expected:
+            raise refusal(
+                "shard-altered", path, expected=f"{expected} entries in {name!r}", found=str(len(values))
+            )
+        if extent == PER_BOUNDARY and (values[0] != 0 or (values[1:] < values[:-1]).any()):
+            raise refusal(
+                "shard-altered",
+                path,
+                expected=f"{name!r} that rise from 0",
+                found=f"{int(values[0])} first, and {int((values[1:] < values[:-1]).sum())} that fall",
+            )
+
+
+def _documents(
+    path: Path, metadata: Mapping[str, str]
+) -> tuple[tuple[Provenance, ...], tuple[FinishReason | None, ...]]:
+    try:
+        return read_provenances(metadata["provenances"]), read_finish_reasons(metadata["finish_reasons"])
+    except (ValueError, TypeError, LookupError) as error:
+        raise refusal(
+            "schema-unknown",
+            path,
+            expected="provenances and finish reasons as this release knows them",
+            found=shown(str(error)),
+        ) from error

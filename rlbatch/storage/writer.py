@@ -1,0 +1,194 @@
+"""Samples into shards: `write_shard` for one file, `open_writer` for a directory that fills as samples come.
+
+Shards are written once and whole; nothing is ever added to one. Values are stored as they are, sound or not:
+`rlbatch.soundness` judges them. Knows nothing of batches or engines.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from rlbatch.errors import StorageError
+from rlbatch.records import Sample
+from rlbatch.storage.columns import SAMPLES, encode
+from rlbatch.storage.files import (
+    SHARD_SUFFIX,
+    list_directory,
+    make_directory,
+    refusal,
+    write_atomically,
+)
+from rlbatch.storage.format import order, render_header
+from rlbatch.storage.vetting import Vetting
+
+DEFAULT_MAX_SAMPLES = 1024
+DEFAULT_MAX_TOKENS = 1 << 22
+"""About 100 MB a shard, held in memory twice while it is written."""
+
+
+def write_shard(path: str | Path, samples: Sequence[Sample]) -> None:
+    """Write samples to one new file, whole or not at all.
+
+    What is read back is `identical` to what was given.
+
+    Args:
+        path: the file to be; its directory exists. Name it *.safetensors, or a reader of the directory will
+            not see it.
+        samples: at least one.
+
+    Raises:
+        StorageError: write-failed, there is nothing to write, a value that a shard cannot hold, a file of
+            that name, or the system refused; nothing is left behind.
+    """
+    path = Path(path)
+    vetting = Vetting()
+    for index, sample in enumerate(samples):
+        _require_storable(vetting, path, index, sample)
+    _write(path, samples)
+
+
+def open_writer(
+    directory: str | Path, *, max_samples: int = DEFAULT_MAX_SAMPLES, max_tokens: int = DEFAULT_MAX_TOKENS
+) -> "ShardWriter":
+    """A writer of shards 000000.safetensors, 000001.safetensors, ... in a directory of its own.
+
+    Args:
+        directory: made where it is missing; temporary files of killed writers in it are left alone.
+        max_samples: samples a shard, at most.
+        max_tokens: tokens a shard, at most; a longer sample gets a shard to itself.
+
+    Raises:
+        StorageError: file-unusable, the directory holds shards already; write-failed, it cannot be made, or a
+            bound is below 1.
+
+    Example:
+        with open_writer("rollouts") as writer:
+            writer.append(sample)
+    """
+    return ShardWriter(Path(directory), max_samples=max_samples, max_tokens=max_tokens)
+
+
+class ShardWriter:
+    """Collects samples and writes them as shards; made by `open_writer`, one a directory.
+
+    Use it as a context manager. When the block ends, what is collected is written. When the block raises, it
+    is discarded, since it may be half of something; the exception gets a note that says how many samples that
+    were. Shards that were written before stay.
+
+    Attributes:
+        directory: where the shards go.
+        paths: the shards written so far.
+        leftovers: paths of temporary files that were in the directory before.
+    """
+
+    def __init__(self, directory: Path, *, max_samples: int, max_tokens: int) -> None:
+        for name, bound in (("max_samples", max_samples), ("max_tokens", max_tokens)):
+            if bound < 1:
+                raise _refuse(directory, f"{name} of at least 1", str(bound), fix=f"give a larger {name}")
+        self.directory = directory
+        self.paths: tuple[str, ...] = ()
+        self._max_samples = max_samples
+        self._max_tokens = max_tokens
+        self._closed = False
+        self._start()
+        make_directory(directory)
+        listing = list_directory(directory)
+        _require_no_shards(directory, listing.shards)
+        self.leftovers = listing.leftovers
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if error is None:
+                self.flush()
+            elif self._samples:
+                error.add_note(
+                    f"rlbatch: {len(self._samples)} samples that were not yet in a shard of {self.directory} "
+                    "were discarded"
+                )
+        finally:
+            self._closed = True
+
+    def append(self, sample: Sample) -> None:
+        """Take one sample; where it would not fit, what was collected is written first.
+
+        A sample whose `append` raised was not taken.
+
+        Raises:
+            StorageError: write-failed, as `write_shard`, or the writer is closed.
+        """
+        if self._closed:
+            raise _refuse(self.directory, "a writer in its `with` block", "a closed one", fix="open another")
+        _require_storable(self._vetting, self.directory, len(self._samples), sample)
+        if len(self._samples) == self._max_samples or self._num_tokens + len(sample) > self._max_tokens:
+            self.flush()
+        self._samples.append(sample)
+        self._num_tokens += len(sample)
+
+    def flush(self) -> None:
+        """Write what is collected as one shard; nothing where there is nothing.
+
+        When it raises, the samples are still collected, and it can be tried again.
+
+        Raises:
+            StorageError: write-failed, as `write_shard`.
+        """
+        if not self._samples:
+            return
+        path = self.directory / f"{len(self.paths):06d}{SHARD_SUFFIX}"
+        _write(path, self._samples)
+        self.paths = (*self.paths, str(path))
+        self._start()
+
+    def _start(self) -> None:
+        self._samples: list[Sample] = []
+        self._num_tokens = 0
+        self._vetting = Vetting()
+
+
+def _write(path: Path, samples: Sequence[Sample]) -> None:
+    if not samples:
+        raise _refuse(path, "at least one sample", "none", fix="write no shard where there are no samples")
+    encoded = encode(samples)
+    arrays = order(encoded.arrays)
+    documents = {"provenances": encoded.provenances, "finish_reasons": encoded.finish_reasons}
+    header = render_header(path, arrays, schema=SAMPLES, documents=documents)
+    write_atomically(path, [header, *(values for _, values in arrays)])
+
+
+def _require_storable(vetting: Vetting, path: Path, index: int, sample: object) -> None:
+    complaint = vetting.complaint(sample)
+    if complaint is not None:
+        expected, found = complaint
+        raise refusal(
+            "write-failed",
+            path,
+            sample=index,
+            expected=expected,
+            found=found,
+            likely="the value was not converted to a plain Python one",
+            fix="convert it where the sample is made",
+        )
+
+
+def _require_no_shards(directory: Path, shards: Sequence[Path]) -> None:
+    if shards:
+        raise refusal(
+            "file-unusable",
+            directory,
+            expected="a directory without *.safetensors files",
+            found=f"{len(shards)}, the first {shards[0].name}",
+            likely="an earlier run wrote there",
+            fix="give each run a new directory; shards are never added to an old set",
+        )
+
+
+def _refuse(path: Path, expected: str, found: str, *, fix: str) -> StorageError:
+    return refusal(
+        "write-failed", path, expected=expected, found=found, likely="a mistake in the call", fix=fix
+    )
