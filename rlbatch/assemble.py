@@ -99,7 +99,7 @@ def _broken(trajectory_id: str, index: int, turn: Turn, branches: Sequence[_Bran
     return finding(
         "turn-prefix-broken",
         where=Where(trajectory=trajectory_id, turn=index, start=at, stop=len(prompt)),
-        expected=f"a prompt that begins with the {len(nearest.token_ids)} tokens up to turn {nearest.turns[-1]}",
+        expected=f"a prompt that begins with the {len(nearest.token_ids)} tokens of turn {nearest.turns[-1]}",
         found=f"the first {at} tokens agree, then they differ; turn {index} becomes a sample of its own",
     )
 

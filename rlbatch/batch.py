@@ -1,4 +1,4 @@
-"""`Batch`: the typed tensors of one micro-batch, padded or packed. Made by `rlbatch.collate` and nowhere else.
+"""`Batch`: the typed tensors of one micro-batch, padded or packed. Made by `rlbatch.collate` alone.
 
 Position t of every tensor concerns the prediction of `target_ids[t]` from `input_ids[..t]`; nobody shifts
 again. Knows nothing of models or trainers.
@@ -116,7 +116,7 @@ class Batch:
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self, device: torch.device | str | None = None) -> Self:
-        """The batch in page-locked host memory, for asynchronous copies; `DataLoader(pin_memory=True)` calls it."""
+        """The batch in page-locked host memory; `DataLoader(pin_memory=True)` calls it."""
         return self._map(lambda tensor: tensor.pin_memory())
 
     def _map(self, change) -> Self:  # type: ignore[no-untyped-def]  # noqa: ANN001

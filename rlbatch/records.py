@@ -273,6 +273,8 @@ class Trajectory:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "turns", tuple(self.turns))
+        _keep_number(self, "reward")
+        _keep_number(self, "advantage")
         object.__setattr__(self, "metadata", dict(self.metadata))
         if not self.trajectory_id or not isinstance(self.trajectory_id, str):
             raise RecordError(f"Trajectory.trajectory_id: expected a name, found {self.trajectory_id!r}")
@@ -332,6 +334,7 @@ class Sample:
         if len(self.token_ids) == 0:
             raise RecordError(f"Sample {self.sample_id!r}: expected at least one token, found none")
         _check_ids(self, "token_ids")
+        _keep_number(self, "reward")
         if not 0 <= self.sibling < self.num_siblings:
             raise RecordError(
                 f"Sample {self.sample_id!r}: expected 0 <= sibling < num_siblings, "
@@ -396,9 +399,10 @@ def sampled_segments(turn: NDArray[np.int16], *, row: int = 0) -> list[Segment]:
     Example:
         [-1, 0, 0, -1, 1] -> tokens 1:3 of turn 0 and 4:5 of turn 1
     """
-    edges = np.flatnonzero(np.diff(turn)) + 1
-    starts = [0, *edges.tolist()] if len(turn) else []
-    stops = [*edges.tolist(), len(turn)]
+    if not len(turn):
+        return []
+    edges = (np.flatnonzero(np.diff(turn)) + 1).tolist()
+    starts, stops = [0, *edges], [*edges, len(turn)]
     return [
         Segment(row=row, start=start, stop=stop, turn=int(turn[start]))
         for start, stop in zip(starts, stops, strict=True)
@@ -447,6 +451,16 @@ def _check_ids(record: object, name: str) -> None:
         at = int(np.argmax(ids < 0))
         label = f"{type(record).__name__}.{name}"
         raise RecordError(f"{label}: expected ids >= 0, found {int(ids[at])} at token {at}")
+
+
+def _keep_number(record: object, name: str) -> None:
+    """Store a Python float for any real number, so that equal records are identical."""
+    value = getattr(record, name)
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.number)):
+        raise RecordError(f"{type(record).__name__}.{name}: expected a number, found {value!r}")
+    object.__setattr__(record, name, float(value))
 
 
 def _check_spans(spans: Iterable[VersionSpan], num_tokens: int) -> None:

@@ -7,6 +7,9 @@ import torch
 
 ROOT = Path(__file__).parent.parent
 
+# Everything here is tiny: a second thread only waits for the first.
+torch.set_num_threads(1)
+
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> torch.device:
@@ -18,7 +21,7 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 @pytest.fixture(scope="session")
 def data_dir() -> Path:
-    """What a real vLLM 0.32.0 replied: `replies/<server>/<name>.json`, `rollouts/<server>__<sampling>.json`."""
+    """What a real vLLM 0.32.0 replied, by server: `replies/` a call a file, `rollouts/` 32 rows a file."""
     return Path(__file__).parent / "data" / "vllm-0.32.0"
 
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from rlbatch_kernels import LAGS, RESIDUAL_CLIP
 
 from rlbatch.alignment.limits import (
     GROSS_MEAN,
@@ -23,6 +22,7 @@ from rlbatch.catalogue import finding
 from rlbatch.errors import Finding, Severity, Where
 from rlbatch.records import Provenance
 from rlbatch.soundness.checks import POSITIVE_TOLERANCE
+from rlbatch_kernels import LAGS, RESIDUAL_CLIP
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -179,7 +179,7 @@ def unexplained(evidence: Evidence) -> Finding | None:
     )
 
 
-FAULTS: tuple[Callable[[Evidence], Finding | None], ...] = (
+CAUSES: tuple[Callable[[Evidence], Finding | None], ...] = (
     trainer_not_finite,
     logprob_not_finite,
     logprob_missing,
@@ -187,19 +187,16 @@ FAULTS: tuple[Callable[[Evidence], Finding | None], ...] = (
     shifted,
     zero_filled,
 )
-"""In order of precedence: the first that finds something is the cause, and takes the segment out of the drift.
+"""By precedence: the first that finds something is the cause, and takes the segment out of the drift.
 
 A shift moves true zeros onto other tokens, so it is asked about before zeros are.
 """
 
-DOUBTS: tuple[Callable[[Evidence], Finding | None], ...] = (unexplained,)
-"""Told where no cause was accepted; the segment stays in the drift."""
-
 
 def causes_of(evidence: Evidence) -> Iterator[Callable[[Evidence], Finding | None]]:
-    """The hypotheses that apply: where nothing can be compared and nothing was reported, only the trainer's."""
+    """The hypotheses that apply: only the trainer's where nothing comparable was reported."""
     reported = evidence.comparable or np.isfinite(evidence.inference[evidence.trained]).any()
-    yield from FAULTS if reported else (trainer_not_finite,)
+    yield from CAUSES if reported else (trainer_not_finite,)
 
 
 def zero_is_possible(provenance: Provenance) -> bool:
@@ -211,7 +208,7 @@ def zero_is_possible(provenance: Provenance) -> bool:
 
 
 def _residual(evidence: Evidence, lag: int) -> tuple[NDArray[np.intp], NDArray[np.float64]]:
-    """Positions t of the pairs (inference t, trainer t + lag), both usable, and their clipped |difference|."""
+    """Positions t of the pairs (inference t, trainer t + lag), and their clipped |difference|."""
     usable = evidence.usable
     length = len(usable)
     at = np.arange(max(0, -lag), max(0, -lag, min(length, length - lag)))

@@ -79,15 +79,15 @@ class Drift:
         return total
 
     def judged(self, limits: Limits) -> bool:
-        """Whether there was enough to say something: tokens for the limits, or segments that are all clean."""
+        """Whether there was enough to go by: tokens for the limits, or segments that are all clean."""
         num_tokens = self.total().num_tokens
         return num_tokens > 0 and (num_tokens >= limits.min_tokens or self.all_clean)
 
 
 def age_of(version: int, trainer_version: int | None) -> int:
-    """Versions between the weights that drew a token and the trainer's; without a trainer version all are current.
+    """Versions between the weights that drew a token and the trainer's.
 
-    A version ahead of the trainer's is as unknown as none.
+    Without a trainer version all are current. A version ahead of the trainer's is as unknown as none.
     """
     if trainer_version is None:
         return 0
@@ -109,7 +109,8 @@ def drift_findings(by_age: Mapping[int, Sums], limits: Limits) -> Iterator[Findi
             severity="error" if is_error else "warning",
             expected=f"capped inference KLD of at most {limit:g} nats",
             found=f"{kld:.4g} over {int(sums.num_tokens)} tokens of {_age_text(age)}; "
-            f"uncapped {sums.mean(sums.sum_k3):.4g}, mean |log_ratio| {sums.mean(sums.sum_abs_log_ratio):.4g}",
+            f"uncapped {sums.mean(sums.sum_k3):.4g}, "
+            f"mean |log_ratio| {sums.mean(sums.sum_abs_log_ratio):.4g}",
         )
 
 

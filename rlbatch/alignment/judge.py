@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
-from rlbatch_kernels import LAGS
 from torch import Tensor
 
-from rlbatch.alignment.causes import DOUBTS, Evidence, causes_of
+from rlbatch.alignment.causes import Evidence, causes_of, unexplained
 from rlbatch.alignment.drift import Drift, age_of, drift_findings, metrics
 from rlbatch.alignment.limits import GROSS_MEAN, LAG_ACCEPTED_SHARE, Limits
 from rlbatch.alignment.measure import COLUMN, Measured
@@ -18,6 +17,7 @@ from rlbatch.batch import Batch
 from rlbatch.catalogue import finding
 from rlbatch.errors import Finding, Where
 from rlbatch.soundness.checks import POSITIVE_TOLERANCE, in_force
+from rlbatch_kernels import LAGS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +27,7 @@ class Verdict:
     findings: tuple[Finding, ...]
     """Errors first."""
     judged: bool
-    """False where there was too little to say, or part could not be compared; then nothing is called sound."""
+    """False where there was too little to go by, or part could not be compared: not called sound."""
     metrics: dict[str, float]
     """`rlbatch/<quantity>/<reduction>`, over segments without an accepted cause."""
 
@@ -89,14 +89,16 @@ class Judge:
         )
 
     def _diagnose(self, evidence: Evidence) -> bool:
-        """Tell the first cause that explains a suspect, or the doubts; whether it leaves the drift."""
-        for hypothesis in causes_of(evidence):
-            found = hypothesis(evidence)
-            if found is not None:
-                self.findings.append(found)
-                return True
-        self.findings.extend(found for doubt in DOUBTS if (found := doubt(evidence)) is not None)
-        return False
+        """Tell the first cause that explains a suspect, or the doubts; whether it leaves the drift.
+
+        What is an error on its own would only be told again by the aggregate.
+        """
+        told = next((found for cause in causes_of(evidence) if (found := cause(evidence)) is not None), None)
+        told = told or unexplained(evidence)
+        if told is None:
+            return False
+        self.findings.append(told)
+        return told.severity == "error"
 
 
 def _suspect(table: NDArray[np.float64], comparable: NDArray[np.bool_]) -> NDArray[np.bool_]:

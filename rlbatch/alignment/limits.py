@@ -21,7 +21,8 @@ class Limits:
     def __post_init__(self) -> None:
         if not 0 < self.kld_warning <= self.kld_error:
             raise RecordError(
-                f"Limits: expected 0 < kld_warning <= kld_error, found {self.kld_warning} and {self.kld_error}"
+                f"Limits: expected 0 < kld_warning <= kld_error, "
+                f"found {self.kld_warning} and {self.kld_error}"
             )
         if self.min_tokens < 1 or self.ratio_tail <= 0:
             raise RecordError(
@@ -45,7 +46,7 @@ On recorded rollouts the planted lag leaves at most 0.16 of the next best, trunc
 lag 0 of clean rows at most 0.15 of its next best.
 """
 LAG_FLOOR = 0.25
-"""Most that the accepted lag may leave, nats, where values are comparable: twice what a KLD of 0.028 leaves."""
+"""Most that an accepted lag may leave of comparable values, nats: twice what a KLD of 0.028 leaves."""
 LAG_VOTE = 0.5
 """Nats by which one token must prefer one lag over another to count as a witness."""
 LAG_MIN_VOTES = 2

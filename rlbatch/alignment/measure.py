@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from rlbatch_kernels import STAT_COLUMNS, PolicyRatio, alignment_stats, policy_ratio
 from torch import Tensor
 
 from rlbatch.batch import Batch
 from rlbatch.catalogue import finding
 from rlbatch.errors import AlignmentError
+from rlbatch_kernels import STAT_COLUMNS, PolicyRatio, alignment_stats, policy_ratio
 
 COLUMN = {name: index for index, name in enumerate(STAT_COLUMNS)}
 

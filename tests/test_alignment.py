@@ -1,0 +1,437 @@
+"""The gate, on values worked out by hand: lags and their signs, zeros, precedence, limits, ages, modes."""
+
+import pickle
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from builders import provenance, sample
+
+from rlbatch.alignment import Judge, Limits, require_aligned
+from rlbatch.alignment.drift import age_of
+from rlbatch.alignment.measure import measure
+from rlbatch.collate import collate
+from rlbatch.errors import AlignmentError, RecordError
+from rlbatch.records import SamplingParams, VersionSpan
+
+# What the trainer says of eight tokens; no two neighbours are alike.
+TRUTH = [-0.5, -3.0, -0.1, -2.0, -4.0, -0.2, -1.5, -2.5]
+IDS = [11, 12, 13, 14, 15, 16, 17, 18]
+
+
+def batch_of(inference, *, layout="padded", purpose="train", version=None, **changes):
+    """One sample [1, 5] -> as many of IDS as there are logprobs."""
+    ids = IDS[: len(inference)] if len(inference) <= len(IDS) else list(range(11, 11 + len(inference)))
+    if version is not None:
+        changes["policy_versions"] = (VersionSpan(label=str(version), start=0, stop=len(ids)),)
+    return collate([sample([1, 5], ids, inference, **changes)], layout=layout, purpose=purpose)
+
+
+def trainer_for(batch, values):
+    """[B, T] with `values` at the trained positions of its one sequence, rubbish elsewhere."""
+    out = torch.full(batch.shape, 1100.0)
+    out[batch.loss_mask] = torch.tensor(values, dtype=torch.float32)
+    return out
+
+
+def verdict_of(batch, values, *, trainer_version=None, limits=None):
+    judge = Judge(trainer_version=trainer_version, limits=limits or Limits())
+    judge.add(measure(batch, trainer_for(batch, values)))
+    return judge.verdict()
+
+
+def codes(verdict):
+    return [(found.code, found.severity) for found in verdict.findings]
+
+
+# -- lags ------------------------------------------------------------------------------------------------
+
+
+def test_an_entry_too_many_in_front_is_lag_minus_one():
+    # The ids lost their first token, the list of logprobs did not: inference[t] is the trainer's [t - 1].
+    batch = batch_of([-0.9, *TRUTH[:-1]])
+    with pytest.raises(AlignmentError) as caught:
+        require_aligned(batch, trainer_for(batch, TRUTH), trainer_version=None)
+    (found,) = caught.value.findings
+    assert (found.code, found.severity) == ("shifted", "error")
+    assert "at lag -1" in found.found
+    assert (found.where.sample, found.where.turn, found.where.start, found.where.stop) == (0, 0, 2, 10)
+    assert "an entry in front that the list of ids lost" in found.likely
+
+
+def test_an_entry_lost_in_front_is_lag_plus_one():
+    batch = batch_of([*TRUTH[1:], -0.9])
+    (found,) = verdict_of(batch, TRUTH).findings
+    assert found.code == "shifted"
+    assert "at lag +1" in found.found
+    assert "lost an entry in front" in found.likely
+
+
+@pytest.mark.parametrize("lag", [-2, 2])
+def test_two_entries_are_lag_two(lag):
+    moved = [-0.9, -0.8, *TRUTH[:-2]] if lag < 0 else [*TRUTH[2:], -0.9, -0.8]
+    (found,) = verdict_of(batch_of(moved), TRUTH).findings
+    assert f"at lag {lag:+d}" in found.found
+
+
+def test_the_right_list_has_no_lag():
+    assert verdict_of(batch_of(TRUTH), TRUTH).findings == ()
+
+
+def test_a_shift_is_named_at_any_age_of_the_data():
+    batch = batch_of([-0.9, *TRUTH[:-1]], version=3)
+    assert codes(verdict_of(batch, TRUTH, trainer_version=90)) == [("shifted", "error")]
+
+
+def test_one_odd_token_at_an_edge_is_no_shift():
+    # All but certain but for the last token, where the engine is far off: lag +1 would leave just that out.
+    peaked = [-0.001] * 15
+    batch = batch_of([*peaked, -3.0])
+    assert codes(verdict_of(batch, [*peaked, -0.001])) == []
+
+
+def test_constant_logprobs_suggest_no_lag():
+    assert verdict_of(batch_of([0.0] * 6), [0.0] * 6).findings == ()
+    assert verdict_of(batch_of([-1.0] * 6), [-1.0] * 6).findings == ()
+
+
+# -- zeros -----------------------------------------------------------------------------------------------
+
+
+def test_zeros_where_the_trainer_is_not_certain_are_filled():
+    inference = [-0.5, 0.0, -0.1, 0.0, -4.0, -0.2, -1.5, -2.5]
+    (found,) = verdict_of(batch_of(inference), TRUTH).findings
+    assert found.code == "zero-filled"
+    assert (found.where.start, found.where.stop) == (3, 6)
+    assert "0 at 2 of 8 trained tokens" in found.found
+
+
+def test_zeros_where_the_trainer_is_certain_are_true():
+    truth = [0.0, -5e-4, -0.1, -2.0]
+    assert verdict_of(batch_of([0.0, 0.0, -0.1, -2.0]), truth).findings == ()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"top_p": 0.5}, {"top_k": 1}, {"structured_output": True}, {"allowed_token_ids": True}, {"min_p": 0.3}],
+)
+def test_zeros_that_the_parameters_allow_are_not_held_against_anyone(changes):
+    how = provenance(sampling=SamplingParams(temperature=1.0, **changes))
+    batch = batch_of([-0.5, 0.0, -0.1, 0.0], provenance=how, purpose="audit")
+    assert codes(verdict_of(batch, TRUTH[:4])) == [("incomparable", "warning")]
+
+
+def test_raw_zeros_are_filled_whatever_the_sampling_but_for_a_grammar():
+    zeros = [-0.5, 0.0, -0.1, 0.0]
+    for sampling, expected in (
+        ({"temperature": 0.7, "top_p": 0.5}, "zero-filled"),
+        ({"temperature": 0.7, "structured_output": True}, "incomparable"),
+    ):
+        how = provenance(logprobs_mode="raw", sampling=SamplingParams(**sampling))
+        batch = batch_of(zeros, provenance=how, purpose="audit")
+        assert [code for code, _ in codes(verdict_of(batch, TRUTH[:4]))] == [expected]
+
+
+# -- values that are no values ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "code"),
+    [(float("nan"), "logprob-missing"), (float("inf"), "logprob-not-finite"), (5.0, "logprob-positive")],
+)
+def test_bad_values_of_the_engine_are_named_and_not_judged_further(value, code):
+    batch = batch_of([*TRUTH[:4], value, *TRUTH[5:]])
+    verdict = verdict_of(batch, TRUTH)
+    assert codes(verdict) == [(code, "error")]
+    assert (verdict.findings[0].where.start, verdict.findings[0].where.stop) == (6, 7)
+    assert verdict.metrics["rlbatch/num_tokens/sum"] == 0
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_bad_values_of_the_trainer_are_named(value):
+    batch = batch_of(TRUTH)
+    assert codes(verdict_of(batch, [*TRUTH[:-1], value])) == [("trainer-not-finite", "error")]
+
+
+def test_a_trained_position_outside_every_segment_is_an_error():
+    batch = batch_of(TRUTH)
+    mask = batch.loss_mask.clone()
+    mask[0, 0] = True
+    with pytest.raises(AlignmentError, match="mask-without-logprob"):
+        require_aligned(replace(batch, loss_mask=mask), torch.zeros(batch.shape), trainer_version=None)
+
+
+@pytest.mark.parametrize(
+    "trainer",
+    [torch.zeros(1, 9), torch.zeros(10), torch.zeros(1, 10, dtype=torch.bfloat16), torch.zeros(10, 1)],
+    ids=["short", "flat", "bf16", "transposed"],
+)
+def test_logprobs_that_cannot_be_of_this_batch_are_refused(trainer):
+    with pytest.raises(AlignmentError) as caught:
+        require_aligned(batch_of(TRUTH), trainer, trainer_version=None)
+    assert caught.value.code == "batch-mismatch"
+
+
+# -- limits and ages -------------------------------------------------------------------------------------
+
+
+def offset_batch(offset, num_tokens, **changes):
+    truth = np.random.default_rng(0).uniform(-4, -0.6, num_tokens).tolist()
+    return batch_of([value - offset for value in truth], **changes), truth
+
+
+def test_the_limits_hold_the_capped_kld_of_current_tokens():
+    # exp(.5) - 1.5 = 0.149 a token, exp(.35) - 1.35 = 0.069, exp(.2) - 1.2 = 0.0214
+    for offset, expected in (
+        (0.5, []),
+        (0.49, [("kld-high", "error")]),
+        (0.35, [("kld-high", "warning")]),
+        (0.2, []),
+    ):
+        batch, truth = offset_batch(offset, 1200)
+        if offset == 0.5:
+            expected = [("unexplained", "error")]
+        assert codes(verdict_of(batch, truth)) == expected, offset
+
+
+def test_below_min_tokens_no_limit_is_applied_and_nothing_is_judged():
+    batch, truth = offset_batch(0.45, 900)
+    verdict = verdict_of(batch, truth)
+    assert codes(verdict) == []
+    assert verdict.judged is False
+    assert codes(verdict_of(batch, truth, limits=Limits(min_tokens=900))) == [("kld-high", "error")]
+
+
+def test_few_tokens_are_judged_where_every_segment_is_clean():
+    assert verdict_of(batch_of([value + 0.019 for value in TRUTH]), TRUTH).judged is True
+    assert verdict_of(batch_of([value + 0.021 for value in TRUTH]), TRUTH).judged is False
+
+
+def test_one_wild_token_in_ten_thousand_does_not_move_the_gate():
+    truth = np.random.default_rng(0).uniform(-4, -0.6, 10_000)
+    inference = truth.copy()
+    inference[77] -= 7.0
+    batch = batch_of(inference.tolist())
+    metrics = verdict_of(batch, truth.tolist()).metrics
+    # exp(7) - 8 = 1088.6 over 10,000
+    assert metrics["rlbatch/inference_kld/mean"] == pytest.approx(0.10886, rel=1e-3)
+    assert metrics["rlbatch/inference_kld_capped/mean"] == pytest.approx(1e-4, rel=1e-3)
+
+
+def test_older_and_unknown_versions_only_warn_broken_down_by_age():
+    for version, trainer_version, name in (
+        (3, 3, "version_lag_0"),
+        (1, 3, "version_lag_2"),
+        (None, 3, "unknown"),
+    ):
+        batch, truth = offset_batch(0.45, 1200, version=version)
+        verdict = verdict_of(batch, truth, trainer_version=trainer_version)
+        severity = "error" if version == trainer_version else "warning"
+        assert codes(verdict) == [("kld-high", severity)]
+        assert any(name in key for key in verdict.metrics)
+
+
+def test_ages_count_versions_and_the_future_is_unknown():
+    assert [age_of(version, 5) for version in (5, 3, -1, 6)] == [0, 2, -1, -1]
+    assert age_of(-1, None) == 0
+
+
+def test_a_gross_mismatch_without_a_cause_is_unexplained_and_of_old_data_a_warning():
+    noise = [-7.0, -0.6, -5.0, -0.7, -0.9, -6.0, -7.5, -0.55]
+    assert codes(verdict_of(batch_of(noise), TRUTH)) == [("unexplained", "error")]
+    old = batch_of(noise, version=1)
+    assert codes(verdict_of(old, TRUTH, trainer_version=2)) == [("unexplained", "warning")]
+
+
+def test_one_token_beyond_the_tail_is_pointed_out():
+    truth = [*TRUTH, *TRUTH]
+    batch = batch_of([*truth[:5], -91.0, *truth[6:]])
+    verdict = verdict_of(batch, truth)
+    assert codes(verdict) == [("ratio-tail", "warning")]
+    assert (verdict.findings[0].where.start, verdict.findings[0].where.stop) == (7, 8)
+    assert all(np.isfinite(value) for value in verdict.metrics.values())
+
+
+@pytest.mark.parametrize(
+    "changes", [{"kld_error": 0.01}, {"kld_warning": 0.0}, {"min_tokens": 0}, {"ratio_tail": -1.0}]
+)
+def test_limits_that_make_no_sense_are_refused(changes):
+    with pytest.raises(RecordError, match="Limits"):
+        Limits(**changes)
+
+
+# -- provenance ------------------------------------------------------------------------------------------
+
+
+def test_training_refuses_what_cannot_be_compared():
+    for sampling, code in (
+        ({"temperature": 0.0}, "greedy-sampled"),
+        ({"temperature": 1.0, "top_k": 5}, "incomparable"),
+    ):
+        batch = batch_of(TRUTH, provenance=provenance(sampling=SamplingParams(**sampling)))
+        assert codes(verdict_of(batch, TRUTH)) == [(code, "error")]
+
+
+def test_shifted_outranks_incomparable():
+    how = provenance(sampling=SamplingParams(temperature=1.0, top_k=20))
+    batch = batch_of([-0.9, *TRUTH[:-1]], provenance=how)
+    assert codes(verdict_of(batch, TRUTH)) == [("shifted", "error")]
+
+
+def test_values_of_unknown_kind_are_not_judged():
+    how = provenance(logprobs_mode="unknown", sampling=SamplingParams(temperature=0.7))
+    verdict = verdict_of(batch_of(TRUTH, provenance=how, purpose="audit"), TRUTH)
+    assert codes(verdict) == [("incomparable", "warning")]
+    assert verdict.judged is False
+
+
+# -- what comes back -------------------------------------------------------------------------------------
+
+
+def test_the_alignment_has_the_ratios_with_gradient_to_the_trainer():
+    batch = batch_of([-1.5, *TRUTH[1:]])
+    trainer = trainer_for(batch, [-1.0, *TRUTH[1:]]).requires_grad_()
+    alignment = require_aligned(batch, trainer, trainer_version=None)
+    at = batch.loss_mask[0].nonzero()[0].item()
+    assert alignment.log_ratio[0, at].item() == pytest.approx(0.5)
+    assert alignment.ratio[0, at].item() == pytest.approx(1.6487, rel=1e-4)
+    assert alignment.inference_kld[0, at].item() == pytest.approx(0.1487, rel=1e-3)
+    alignment.ratio.sum().backward()
+    # d ratio / d trainer = ratio at compared positions, 0 elsewhere.
+    torch.testing.assert_close(trainer.grad, torch.where(batch.loss_mask, alignment.ratio.detach(), 0.0))
+
+
+def test_nothing_under_the_mask_changes_a_bit():
+    batch = batch_of(TRUTH)
+    clean = trainer_for(batch, TRUTH)
+    results = []
+    for rubbish in (0.0, float("nan"), float("inf"), -1e10, 1100.0):
+        trainer = torch.where(batch.loss_mask, clean, rubbish).requires_grad_()
+        inference = torch.where(batch.loss_mask, batch.inference_logprobs, rubbish)
+        alignment = require_aligned(
+            replace(batch, inference_logprobs=inference), trainer, trainer_version=None
+        )
+        (alignment.ratio.sum() + alignment.inference_kld.sum()).backward()
+        results.append(
+            (alignment.log_ratio, alignment.ratio, alignment.inference_kld, trainer.grad, alignment.metrics)
+        )
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(other[:4], results[0][:4], strict=True))
+        assert other[4] == results[0][4]
+
+
+def test_both_layouts_and_dtypes_give_one_verdict():
+    moved = [-0.9, *TRUTH[:-1]]
+    texts = set()
+    for layout in ("padded", "packed"):
+        for dtype in (torch.float32, torch.float64):
+            batch = batch_of(moved, layout=layout)
+            with pytest.raises(AlignmentError) as caught:
+                require_aligned(batch, trainer_for(batch, TRUTH).to(dtype), trainer_version=None)
+            texts.add(str(caught.value))
+    assert len(texts) == 1
+
+
+def test_tool_tokens_between_turns_change_no_figure():
+    from builders import trajectory, turn
+
+    from rlbatch.assemble import to_samples
+
+    plain = turn([1, 5], IDS, TRUTH), turn([1, 5, *IDS], [9], [-1.0])
+    tools = turn([1, 5], IDS, TRUTH), turn([1, 5, *IDS, 30, 31, 32, 33, 34, 35, 36], [9], [-1.0])
+    metrics = []
+    for turns in (plain, tools):
+        batch = collate(to_samples(trajectory(*turns)), layout="packed")
+        metrics.append(verdict_of(batch, [value + 0.01 for value in TRUTH] + [-1.0]).metrics)
+    assert metrics[0] == pytest.approx(metrics[1])
+
+
+# -- where the gate stands -------------------------------------------------------------------------------
+
+
+def good_and_bad():
+    good, bad = batch_of(TRUTH), batch_of([-0.9, *TRUTH[:-1]])
+    return [good, bad], [trainer_for(good, TRUTH), trainer_for(bad, TRUTH)]
+
+
+def test_a_step_gives_a_list_and_one_bad_batch_fails_it():
+    batches, trainers = good_and_bad()
+    alignments = require_aligned(batches[:1] * 2, trainers[:1] * 2, trainer_version=None)
+    assert len(alignments) == 2
+    assert alignments[0].metrics == alignments[1].metrics
+    assert alignments[0].metrics["rlbatch/num_tokens/sum"] == 16
+    with pytest.raises(AlignmentError, match="shifted"):
+        require_aligned(batches, trainers, trainer_version=None)
+
+
+def test_limits_pool_over_the_step():
+    batch, truth = offset_batch(0.45, 600)
+    trainer = trainer_for(batch, truth)
+    require_aligned(batch, trainer, trainer_version=None)
+    with pytest.raises(AlignmentError, match="kld-high"):
+        require_aligned([batch, batch], [trainer, trainer], trainer_version=None)
+
+
+def test_a_deferred_gate_says_the_same_before_the_optimizer_step():
+    batches, trainers = good_and_bad()
+    with pytest.raises(AlignmentError) as at_once:
+        require_aligned(batches, trainers, trainer_version=None)
+    alignments = require_aligned(batches, trainers, trainer_version=None, defer=True)
+    for _ in range(2):
+        with pytest.raises(AlignmentError) as later:
+            alignments[0].verify()
+        assert str(later.value) == str(at_once.value)
+    with pytest.raises(AlignmentError):
+        alignments[1].metrics  # noqa: B018
+    fine = require_aligned(batches[0], trainers[0], trainer_version=None, defer=True)
+    fine.verify()
+    assert fine.warnings == ()
+
+
+def test_everything_in_a_deferred_alignment_is_finite():
+    batch = batch_of([*TRUTH[:-1], float("nan")])
+    trainer = trainer_for(batch, [float("inf"), *TRUTH[1:]]).requires_grad_()
+    alignment = require_aligned(batch, trainer, trainer_version=None, defer=True)
+    (alignment.ratio.sum() + alignment.inference_kld.sum()).backward()
+    for tensor in (alignment.log_ratio, alignment.ratio, alignment.inference_kld, trainer.grad):
+        assert torch.isfinite(tensor).all()
+
+
+def test_nothing_trained_is_an_error_of_a_step_and_a_warning_of_a_batch():
+    batch = batch_of(TRUTH)
+    empty = replace(batch, loss_mask=torch.zeros_like(batch.loss_mask))
+    trainer = torch.zeros(batch.shape)
+    alignment = require_aligned(empty, trainer, trainer_version=None)
+    assert [(found.code, found.severity) for found in alignment.warnings] == [("nothing-trained", "warning")]
+    assert all(np.isfinite(value) for value in alignment.metrics.values())
+    with pytest.raises(AlignmentError, match="nothing-trained"):
+        require_aligned([empty], [trainer], trainer_version=None)
+    assert (
+        len(require_aligned([empty, batch], [trainer, trainer_for(batch, TRUTH)], trainer_version=None)) == 2
+    )
+
+
+def test_a_step_needs_logprobs_for_each_batch():
+    batches, trainers = good_and_bad()
+    with pytest.raises(RecordError, match="found 2 and 1"):
+        require_aligned(batches, trainers[:1], trainer_version=None)
+    with pytest.raises(RecordError, match="found 0 and 0"):
+        require_aligned([], [], trainer_version=None)
+
+
+def test_the_error_pickles_with_its_findings():
+    batches, trainers = good_and_bad()
+    with pytest.raises(AlignmentError) as caught:
+        require_aligned(batches, trainers, trainer_version=None)
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert (str(again), again.findings) == (str(caught.value), caught.value.findings)
+
+
+def test_the_gate_works_on_each_device(device):
+    batch = batch_of([-0.9, *TRUTH[:-1]])
+    with pytest.raises(AlignmentError, match="lag -1"):
+        require_aligned(batch.to(device), trainer_for(batch, TRUTH).to(device), trainer_version=None)
+    fine = batch_of(TRUTH)
+    alignment = require_aligned(fine.to(device), trainer_for(fine, TRUTH).to(device), trainer_version=None)
+    assert alignment.metrics["rlbatch/abs_log_ratio/max"] == 0

@@ -1,0 +1,139 @@
+"""Turns become samples by their ids alone; every sampled token is trained exactly once."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from builders import provenance, trajectory, turn
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlbatch.assemble import prefix_findings, to_samples
+from rlbatch.errors import RecordError
+from rlbatch.records import SamplingParams, VersionSpan
+
+NAN = np.float32(np.nan)
+
+
+def test_one_turn_becomes_one_sample_with_every_field_in_its_place():
+    made = turn([1, 5], [7, 2], [-0.25, -0.5], finish_reason="stop")
+    (sample,) = to_samples(trajectory(made, group_id="g", reward=1.0, advantage=0.75))
+    np.testing.assert_array_equal(sample.token_ids, [1, 5, 7, 2])
+    np.testing.assert_array_equal(sample.inference_logprobs, np.float32([NAN, NAN, -0.25, -0.5]))
+    np.testing.assert_array_equal(sample.loss_mask, [False, False, True, True])
+    np.testing.assert_array_equal(sample.advantages, np.float32([0, 0, 0.75, 0.75]))
+    np.testing.assert_array_equal(sample.policy_version, [-1, -1, -1, -1])
+    np.testing.assert_array_equal(sample.temperature, np.float32([1, 1, 1, 1]))
+    np.testing.assert_array_equal(sample.turn, [-1, -1, 0, 0])
+    assert sample.raw_inference_logprobs is None
+    assert (sample.trajectory_id, sample.group_id, sample.reward) == ("t0", "g", 1.0)
+    assert (sample.sibling, sample.num_siblings, sample.finish_reasons) == (0, 1, ("stop",))
+
+
+def test_turns_that_extend_one_another_join_and_tokens_between_are_context():
+    first = turn([1, 5], [7, 2], [-0.1, -0.2])
+    second = turn([1, 5, 7, 2, 9, 9], [8], [-0.3])
+    (sample,) = to_samples(trajectory(first, second))
+    np.testing.assert_array_equal(sample.token_ids, [1, 5, 7, 2, 9, 9, 8])
+    np.testing.assert_array_equal(sample.turn, [-1, -1, 0, 0, -1, -1, 1])
+    np.testing.assert_array_equal(sample.loss_mask, [False, False, True, True, False, False, True])
+    assert np.isnan(sample.inference_logprobs[[0, 1, 4, 5]]).all()
+    assert prefix_findings(trajectory(first, second)) == ()
+
+
+def test_a_broken_prefix_branches_at_its_token_and_is_reported():
+    # Template case: the thinking 3 4 of turn 0 is gone from the prompt of turn 1.
+    first = turn([1, 5], [3, 4, 7, 2], [-0.1, -0.2, -0.3, -0.4])
+    second = turn([1, 5, 7, 2, 9], [8], [-0.5])
+    made = trajectory(first, second)
+    samples = to_samples(made)
+    assert [list(sample.token_ids) for sample in samples] == [[1, 5, 3, 4, 7, 2], [1, 5, 7, 2, 9, 8]]
+    assert [int(sample.loss_mask.sum()) for sample in samples] == [4, 1]
+    assert [(sample.sibling, sample.num_siblings) for sample in samples] == [(0, 2), (1, 2)]
+    assert [sample.sample_id for sample in samples] == ["t0:0", "t0:1"]
+    np.testing.assert_array_equal(samples[1].turn, [-1, -1, -1, -1, -1, 1])
+    (found,) = prefix_findings(made)
+    assert (found.code, found.severity) == ("turn-prefix-broken", "warning")
+    assert (found.where.turn, found.where.start) == (1, 2)
+    assert "first 2 tokens agree" in found.found
+
+
+def test_a_later_turn_joins_the_longest_sequence_that_it_extends():
+    # Turns 0 and 2 are one conversation, turn 1 another in between.
+    main = turn([1, 5], [7], [-0.1])
+    other = turn([1, 6], [8], [-0.2])
+    again = turn([1, 5, 7, 9], [2], [-0.3])
+    samples = to_samples(trajectory(main, other, again))
+    assert [list(sample.token_ids) for sample in samples] == [[1, 5, 7, 9, 2], [1, 6, 8]]
+    np.testing.assert_array_equal(samples[0].turn, [-1, -1, 0, -1, 2])
+
+
+def test_version_labels_become_integers_by_mapping_or_by_being_decimal():
+    spans = (VersionSpan(label="default", start=0, stop=1), VersionSpan(label="12", start=1, stop=3))
+    made = trajectory(turn([1], [7, 8, 9], [-1.0, -1.0, -1.0], policy_versions=spans))
+    np.testing.assert_array_equal(to_samples(made)[0].policy_version, [-1, -1, 12, 12])
+    np.testing.assert_array_equal(to_samples(made, {"default": 3})[0].policy_version, [-1, 3, 12, 12])
+    with pytest.raises(RecordError, match="'default'"):
+        to_samples(made, {"step-2": 3})
+
+
+@pytest.mark.parametrize(
+    ("mode", "temperature", "divisor", "behaviour"),
+    [
+        ("processed", 0.7, 0.7, True),
+        ("raw", 0.7, 0.7, False),
+        ("processed", 0.0, 1.0, True),
+        ("raw", 1.0, 1.0, True),
+    ],
+)
+def test_values_lie_where_the_provenance_puts_them(mode, temperature, divisor, behaviour):
+    how = provenance(logprobs_mode=mode, sampling=SamplingParams(temperature=temperature))
+    (sample,) = to_samples(trajectory(turn([1], [7, 8], [-0.1, -0.2], provenance=how)))
+    np.testing.assert_array_equal(sample.temperature, np.float32([1, divisor, divisor]))
+    assert bool(np.isfinite(sample.inference_logprobs[1:]).all()) is behaviour
+    assert (sample.raw_inference_logprobs is None) is behaviour
+    if not behaviour:
+        np.testing.assert_array_equal(sample.raw_inference_logprobs[1:], np.float32([-0.1, -0.2]))
+    assert sample.loss_mask[1:].all()
+
+
+def test_a_recorded_conversation_joins_into_one_sample(data_dir):
+    recording = json.loads((data_dir / "replies/fp32_raw/chat_multi_turn_t0.json").read_text())
+    conversation = recording["turns"][0]
+    replies = [conversation[name]["response"] for name in ("turn1", "turn2")]
+    turns = [
+        turn(
+            reply["prompt_token_ids"],
+            reply["choices"][0]["token_ids"],
+            [entry["logprob"] for entry in reply["choices"][0]["logprobs"]["content"]],
+        )
+        for reply in replies
+    ]
+    samples = to_samples(trajectory(*turns))
+    assert len(samples) == 1
+    assert int(samples[0].loss_mask.sum()) == sum(len(part.completion_token_ids) for part in turns)
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 4), st.booleans()), min_size=1, max_size=6))
+def test_every_sampled_token_is_trained_in_exactly_one_sample(plan):
+    context: list[int] = [1]
+    turns = []
+    for index, (num_between, num_sampled, broken) in enumerate(plan):
+        prompt = [100 + index, *context] if broken else [*context, *[50] * num_between]
+        ids = list(range(10 * index, 10 * index + num_sampled))
+        turns.append(turn(prompt, ids, [-1.0] * num_sampled))
+        context = [*prompt, *ids]
+    made = trajectory(*turns)
+    samples = to_samples(made)
+    trained = sorted(int(i) for sample in samples for i in sample.token_ids[sample.loss_mask])
+    assert trained == sorted(int(i) for part in turns for i in part.completion_token_ids)
+    assert len(samples) == 1 + len(prefix_findings(made)) == 1 + sum(broken for _, _, broken in plan[1:])
+    assert {sample.num_siblings for sample in samples} == {len(samples)}
+
+
+def test_assembly_reads_and_never_writes():
+    made = turn([1, 5], [7, 2], [-0.1, -0.2])
+    before = replace(made)
+    to_samples(trajectory(made))
+    np.testing.assert_array_equal(made.completion_token_ids, before.completion_token_ids)

@@ -1,0 +1,76 @@
+"""Corruptions do what they say to the sample they are given, and leave the original alone."""
+
+import ast
+from pathlib import Path
+
+import numpy as np
+import pytest
+from builders import sample
+
+from rlbatch import faults
+from rlbatch.catalogue import CATALOGUE
+from rlbatch.errors import RecordError
+from rlbatch.faults import FAULTS, shift
+from rlbatch.records import Sample, identical
+
+NAN = np.float32(np.nan)
+SOURCE = Path(faults.__file__)
+
+
+def made() -> Sample:
+    ids = list(range(10, 26))
+    return sample([1, 5, 6], ids, [-0.1 * (i + 1) for i in range(16)])
+
+
+def test_every_fault_has_a_code_of_the_catalogue():
+    assert set(FAULTS) <= set(CATALOGUE)
+
+
+@pytest.mark.parametrize("code", FAULTS)
+def test_planting_changes_copies_only(code):
+    original, untouched = made(), made()
+    (planted,) = FAULTS[code].plant([original], np.random.default_rng(0))
+    assert not identical(planted, untouched)
+    assert identical(original, untouched)
+
+
+@pytest.mark.parametrize("code", FAULTS)
+def test_the_generator_decides_alone(code):
+    a, b = (FAULTS[code].plant([made()] * 3, np.random.default_rng(7)) for _ in range(2))
+    assert all(identical(x, y) for x, y in zip(a, b, strict=True))
+
+
+def test_a_share_spoils_that_many_and_at_least_one():
+    for share, expected in ((0.01, 1), (0.5, 2), (1.0, 4)):
+        samples = [made() for _ in range(4)]
+        planted = FAULTS["logprob-missing"].plant(samples, np.random.default_rng(0), share=share)
+        assert sum(new is not old for new, old in zip(planted, samples, strict=True)) == expected
+
+
+def test_lag_one_by_hand():
+    shifted = shift(sample([1], [7, 8, 9], [-1.0, -2.0, -3.0]), 1)
+    np.testing.assert_array_equal(shifted.inference_logprobs, np.float32([NAN, -2, -3, NAN]))
+    np.testing.assert_array_equal(shifted.turn, [-1, 0, 0, -1])
+    np.testing.assert_array_equal(shifted.loss_mask, [False, True, True, False])
+    np.testing.assert_array_equal(shifted.token_ids, [1, 7, 8, 9])
+
+
+def test_lag_minus_one_by_hand():
+    shifted = shift(sample([1], [7, 8, 9], [-1.0, -2.0, -3.0]), -1)
+    np.testing.assert_array_equal(shifted.inference_logprobs, np.float32([NAN, NAN, -1, -2]))
+    np.testing.assert_array_equal(shifted.turn, [-1, -1, 0, 0])
+    np.testing.assert_array_equal(shifted.loss_mask, [False, False, True, True])
+
+
+def test_where_there_is_no_place_for_it_planting_says_so():
+    with pytest.raises(RecordError, match="found none in 1 samples"):
+        FAULTS["shifted"].plant([sample([1], [7], [-1.0])], np.random.default_rng(0))
+    with pytest.raises(RecordError, match="at least one sample"):
+        FAULTS["shifted"].plant([], np.random.default_rng(0))
+
+
+def test_faults_know_no_checks():
+    imported = {
+        node.module for node in ast.walk(ast.parse(SOURCE.read_text())) if isinstance(node, ast.ImportFrom)
+    }
+    assert {name for name in imported if name.startswith("rlbatch")} == {"rlbatch.errors", "rlbatch.records"}

@@ -1,0 +1,217 @@
+"""Records refuse what cannot be right in structure, and represent every fault of value."""
+
+from dataclasses import FrozenInstanceError, fields, replace
+
+import numpy as np
+import pytest
+from builders import NEUTRAL, provenance, sample, turn
+
+from rlbatch.errors import RecordError
+from rlbatch.records import (
+    TOKEN_FIELDS,
+    Provenance,
+    Sample,
+    SamplingParams,
+    Segment,
+    Trajectory,
+    Turn,
+    VersionSpan,
+    identical,
+    sampled_segments,
+)
+
+
+def test_the_one_list_of_fields_is_the_sample():
+    names = {spec.name for spec in fields(Sample)}
+    assert {spec.name for spec in TOKEN_FIELDS} <= names
+    made = sample([1, 5], [7, 2], [-0.1, -0.2])
+    for spec in TOKEN_FIELDS:
+        value = getattr(made, spec.name)
+        assert (value is None) if spec.optional else (value.dtype == spec.dtype and len(value) == 4)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("inference_logprobs", np.zeros(3, np.float32), "expected 4 entries"),
+        ("inference_logprobs", np.zeros(4, np.float64), "expected dtype float32"),
+        ("inference_logprobs", [0.0] * 4, "expected a numpy array"),
+        ("token_ids", np.zeros((2, 2), np.int32), "expected one dimension"),
+        ("token_ids", np.array([1, 5, -7, 2], np.int32), "found -7 at token 2"),
+        ("token_ids", np.array([1, 5, 7, 2], np.int64), "expected dtype int32"),
+        ("loss_mask", np.ones(4, np.int32), "expected dtype bool"),
+        ("teacher_logprobs", np.zeros(5, np.float32), "expected 4 entries"),
+        ("turn", np.array([-1, -1, 0, 1], np.int16), "one provenance a turn"),
+        ("turn", np.array([-1, -2, 0, 0], np.int16), "one provenance a turn"),
+        ("turn", np.array([0, 0, 0, 0], np.int16), "expected token 0 to be of a prompt"),
+        ("num_siblings", 0, "0 <= sibling < num_siblings"),
+    ],
+)
+def test_a_sample_whose_structure_cannot_be_right_is_refused(field, value, says):
+    with pytest.raises(RecordError, match=says):
+        replace(sample([1, 5], [7, 2], [-0.1, -0.2]), **{field: value})
+
+
+def test_a_sample_can_hold_every_fault_of_value():
+    made = sample([1, 5], [7, 2], [-0.1, -0.2])
+    odd = np.array([0.0, np.inf, 5.0, np.nan], np.float32)
+    assert identical(replace(made, inference_logprobs=odd).inference_logprobs, odd)
+
+
+def test_arrays_of_a_record_cannot_be_written():
+    made = sample([1, 5], [7, 2], [-0.1, -0.2])
+    with pytest.raises(ValueError, match="read-only"):
+        made.token_ids[0] = 3
+    with pytest.raises(FrozenInstanceError):
+        made.reward = 1.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"prompt_token_ids": np.array([], np.int32)}, "at least one token"),
+        ({"inference_logprobs": np.zeros(3, np.float32)}, "expected 2 entries"),
+        ({"completion_token_ids": np.array([7, -1], np.int32)}, "found -1 at token 1"),
+        ({"finish_reason": "eos"}, "stop, length, abort, tool_calls"),
+        ({"provenance": None}, "expected Provenance"),
+        ({"policy_versions": (VersionSpan(label="1", start=0, stop=3),)}, "within 2 tokens"),
+        (
+            {
+                "policy_versions": (
+                    VersionSpan(label="1", start=1, stop=2),
+                    VersionSpan(label="2", start=0, stop=1),
+                )
+            },
+            "ordered",
+        ),
+    ],
+)
+def test_a_turn_whose_structure_cannot_be_right_is_refused(changes, says):
+    with pytest.raises(RecordError, match=says):
+        replace(turn([1], [7, 2], [-0.1, -0.2]), **changes)
+
+
+def test_a_turn_of_no_tokens_is_legal():
+    assert len(turn([1], [], []).completion_token_ids) == 0
+
+
+@pytest.mark.parametrize("value", [1, np.float64(1), np.float32(1), 1.0])
+def test_a_reward_is_kept_as_a_float_whatever_number_it_was(value):
+    assert identical(replace(sample([1], [2], [-1.0]), reward=value).reward, 1.0)
+    with pytest.raises(RecordError, match="expected a number, found True"):
+        replace(sample([1], [2], [-1.0]), reward=True)
+
+
+def test_a_trajectory_needs_turns_and_a_name():
+    with pytest.raises(RecordError, match="at least one turn"):
+        Trajectory(trajectory_id="a", turns=())
+    with pytest.raises(RecordError, match="expected a name"):
+        Trajectory(trajectory_id="", turns=(turn([1], [2], [-1.0]),))
+    with pytest.raises(RecordError, match="expected Turn, found int"):
+        Trajectory(trajectory_id="a", turns=(3,))
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"temperature": -0.1}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"temperature": "1"}, "temperature: expected float"),
+        ({"temperature": True}, "temperature: expected float"),
+        ({"temperature": 1.0, "top_k": -1}, "0 is off"),
+        ({"temperature": 1.0, "top_p": 0.0}, "top_p"),
+        ({"temperature": 1.0, "top_k": 2.5}, "top_k: expected int"),
+        ({"temperature": 1.0, "logit_bias": 1}, "logit_bias: expected bool"),
+    ],
+)
+def test_sampling_params_are_of_the_right_kind(changes, says):
+    with pytest.raises(RecordError, match=says):
+        SamplingParams(**changes)
+
+
+def test_temperature_has_no_default():
+    with pytest.raises(TypeError):
+        SamplingParams()
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"logprobs_mode": "logits"}, "processed, raw, unknown"),
+        ({"sampling": {"temperature": 1}}, "expected SamplingParams"),
+        ({"engine": ""}, "engine's name"),
+        ({"vocab_size": 0}, "vocab_size"),
+    ],
+)
+def test_a_provenance_that_says_nothing_is_refused(changes, says):
+    with pytest.raises(RecordError, match=says):
+        provenance(**changes)
+
+
+# mode, sampling, behaviour logprobs?, trainable?, auditable? Worked out from the rules by hand.
+RULES = [
+    ("processed", {"temperature": 1.0}, True, True, True),
+    ("processed", {"temperature": 0.7}, True, True, True),
+    ("processed", {"temperature": 0.0}, True, False, True),
+    ("processed", {"temperature": 0.0, "top_p": 0.8}, True, False, True),
+    ("processed", {"temperature": 0.7, "top_p": 0.8}, True, False, False),
+    ("processed", {"temperature": 1.0, "top_k": 20}, True, False, False),
+    ("processed", {"temperature": 1.0, "min_p": 0.1}, True, False, False),
+    ("processed", {"temperature": 1.0, "repetition_penalty": 1.3}, True, False, False),
+    ("processed", {"temperature": 1.0, "logit_bias": True}, True, False, False),
+    ("processed", {"temperature": 1.0, "min_tokens": 4}, True, False, False),
+    ("processed", {"temperature": 1.0, "structured_output": True}, True, False, False),
+    ("raw", {"temperature": 1.0}, True, True, True),
+    ("raw", {"temperature": 0.7}, False, False, True),
+    ("raw", {"temperature": 0.0}, False, False, True),
+    ("raw", {"temperature": 1.0, "top_p": 0.8}, False, False, True),
+    ("raw", {"temperature": 1.0, "bad_words": True}, False, False, True),
+    ("raw", {"temperature": 1.0, "structured_output": True}, False, False, False),
+    ("unknown", {"temperature": 1.0}, True, True, True),
+    ("unknown", {"temperature": 0.7}, False, False, False),
+    ("unknown", {"temperature": 0.0}, False, False, False),
+    ("unknown", {"temperature": 1.0, "top_k": 5}, False, False, False),
+]
+
+
+@pytest.mark.parametrize(("mode", "sampling", "behaviour", "trainable", "auditable"), RULES)
+def test_provenance_decides_what_may_be_compared(mode, sampling, behaviour, trainable, auditable):
+    made = Provenance(engine="vllm", logprobs_mode=mode, sampling=SamplingParams(**sampling))
+    assert made.gives_behaviour_logprobs is behaviour
+    assert made.comparable("train") is trainable
+    assert made.comparable("audit") is auditable
+
+
+def test_segments_are_the_runs_of_one_turn():
+    turns = np.array([-1, 0, 0, -1, 1, 2, 2], np.int16)
+    assert sampled_segments(turns, row=3) == [
+        Segment(row=3, start=1, stop=3, turn=0),
+        Segment(row=3, start=4, stop=5, turn=1),
+        Segment(row=3, start=5, stop=7, turn=2),
+    ]
+    assert sampled_segments(np.array([-1, -1], np.int16)) == []
+    assert sampled_segments(np.array([], np.int16)) == []
+
+
+def test_identical_takes_nan_for_equal_and_sees_every_difference():
+    a = sample([1, 5], [7, 2], [-0.1, -0.2])
+    assert identical(a, sample([1, 5], [7, 2], [-0.1, -0.2]))
+    for name, value in {
+        "token_ids": np.array([1, 5, 7, 3], np.int32),
+        "inference_logprobs": np.array([np.nan, np.nan, -0.1, np.nan], np.float32),
+        "loss_mask": np.zeros(4, bool),
+        "teacher_logprobs": np.zeros(4, np.float32),
+        "reward": 1.0,
+        "group_id": "g",
+        "provenances": (provenance(vocab_size=9),),
+    }.items():
+        assert not identical(a, replace(a, **{name: value})), name
+    assert identical(replace(a, reward=float("nan")), replace(a, reward=float("nan")))
+    assert not identical(a, turn([1], [2], [-1.0]))
+    assert SamplingParams(temperature=1.0) == NEUTRAL
+
+
+def test_records_of_turns_compare_too():
+    assert identical(turn([1], [2], [-1.0]), turn([1], [2], [-1.0]))
+    assert not identical(turn([1], [2], [-1.0]), turn([1], [2], [-1.5]))
+    assert isinstance(turn([1], [2], [-1.0]), Turn)

@@ -1,0 +1,136 @@
+"""What shows without a trainer: every code by hand and by its corruption; clean data is silent."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from builders import provenance, recorded_provenance, recorded_samples, sample
+
+from rlbatch.errors import SoundnessError
+from rlbatch.faults import FAULTS
+from rlbatch.records import Origin, SamplingParams
+from rlbatch.soundness import check_sound, require_sound
+
+SOUND_CODES = [
+    "token-out-of-range",
+    "logprob-missing",
+    "logprob-not-finite",
+    "logprob-positive",
+    "mask-without-logprob",
+    "nothing-trained",
+    "incomparable",
+    "greedy-sampled",
+    "turn-prefix-broken",
+]
+INVISIBLE_HERE = ["shifted", "zero-filled", "unexplained", "kld-high", "ratio-tail"]
+
+
+@pytest.fixture(scope="module")
+def clean(data_dir):
+    path = data_dir / "rollouts" / "fp32_raw__t1.json"
+    return recorded_samples(path, recorded_provenance(path))
+
+
+def codes(findings):
+    return [found.code for found in findings]
+
+
+def one(**changes):
+    return replace(sample([1, 5], [7, 2], [-0.25, -0.5]), **changes)
+
+
+def test_real_rollouts_are_sound(clean):
+    assert check_sound(clean, purpose="train", vocab_size=1536) == ()
+    assert require_sound(clean) is clean
+
+
+@pytest.mark.parametrize("code", SOUND_CODES)
+@pytest.mark.parametrize("share", [0.01, 1.0])
+def test_a_planted_fault_is_named_and_nothing_else_is_said(clean, code, share):
+    if code == "nothing-trained":
+        share = 1.0
+    planted = FAULTS[code].plant(clean, np.random.default_rng(0), share=share)
+    findings = check_sound(planted, purpose="train", vocab_size=1536)
+    assert set(codes(findings)) == {code}
+    expected = {index for index, (new, old) in enumerate(zip(planted, clean, strict=True)) if new is not old}
+    if code != "nothing-trained":
+        assert {found.where.sample for found in findings} == expected
+
+
+@pytest.mark.parametrize("code", INVISIBLE_HERE)
+def test_what_needs_a_trainer_is_not_guessed_at(clean, code):
+    assert check_sound(FAULTS[code].plant(clean, np.random.default_rng(0)), purpose="train") == ()
+
+
+def test_every_fault_is_either_seen_here_or_needs_a_trainer():
+    assert set(FAULTS) == set(SOUND_CODES) | set(INVISIBLE_HERE)
+
+
+def test_places_are_tokens_of_the_sample():
+    bad = one(inference_logprobs=np.float32([np.nan, np.nan, np.inf, np.nan]))
+    findings = {
+        found.code: found
+        for found in check_sound([bad], purpose="train", origins=[Origin(path="a.safetensors", index=4)])
+    }
+    assert set(findings) == {"logprob-missing", "logprob-not-finite"}
+    missing = findings["logprob-missing"].where
+    assert (missing.path, missing.sample, missing.trajectory) == ("a.safetensors", 4, "t0")
+    assert (missing.turn, missing.start, missing.stop) == (0, 3, 4)
+    assert findings["logprob-not-finite"].where.start == 2
+
+
+def test_ids_are_held_against_the_smallest_vocabulary_known():
+    made = one(provenances=(provenance(vocab_size=7),))
+    (found,) = check_sound([made], purpose="train", vocab_size=1536)
+    assert (found.code, found.where.start, found.where.stop) == ("token-out-of-range", 2, 3)
+    assert "id 7 at token 2" in found.found
+    assert check_sound([made], purpose="train", vocab_size=8) != ()
+    assert check_sound([one()], purpose="train", vocab_size=8) == ()
+    assert codes(check_sound([one()], purpose="train", vocab_size=5)) == ["token-out-of-range"]
+
+
+def test_rounding_above_zero_is_not_positive():
+    for value, expected in ((5e-4, []), (2e-3, ["logprob-positive"]), (0.0, [])):
+        made = one(inference_logprobs=np.float32([np.nan, np.nan, value, -0.5]))
+        assert codes(check_sound([made], purpose="train")) == expected
+
+
+def test_raw_values_are_checked_where_they_stand_in():
+    raw = provenance(logprobs_mode="raw", sampling=SamplingParams(temperature=0.5))
+    logits = sample([1], [7, 8], [14.0, 17.0], provenance=raw)
+    assert codes(check_sound([logits], purpose="audit")) == ["logprob-positive"]
+    fine = sample([1], [7, 8], [-1.0, -2.0], provenance=raw)
+    assert check_sound([fine], purpose="audit") == ()
+    assert codes(check_sound([fine], purpose="train")) == ["incomparable"]
+
+
+def test_an_audit_takes_greedy_turns_and_only_warns_of_incomparable_ones():
+    greedy = sample([1], [7], [-0.1], provenance=provenance(sampling=SamplingParams(temperature=0.0)))
+    assert codes(check_sound([greedy], purpose="train")) == ["greedy-sampled"]
+    assert check_sound([greedy], purpose="audit") == ()
+    cut = sample([1], [7], [-0.1], provenance=provenance(sampling=SamplingParams(temperature=1.0, top_p=0.8)))
+    (found,) = check_sound([cut], purpose="audit")
+    assert (found.code, found.severity) == ("incomparable", "warning")
+    assert "temperature 1, top_p 0.8" in found.found
+    assert check_sound([cut], purpose="train")[0].severity == "error"
+
+
+def test_untrained_turns_may_be_anything():
+    how = provenance(sampling=SamplingParams(temperature=0.0, top_p=0.5))
+    untrained = replace(sample([1], [7], [-0.1], provenance=how), loss_mask=np.zeros(2, bool))
+    assert check_sound([untrained, one()], purpose="train") == ()
+
+
+def test_require_sound_raises_errors_and_lets_warnings_pass():
+    branch = one(sibling=1, num_siblings=2)
+    assert require_sound([branch]) == [branch]
+    bad = FAULTS["logprob-positive"].plant([one()], np.random.default_rng(0))
+    with pytest.raises(
+        SoundnessError, match=r"\[logprob-positive\] sample 1, trajectory 't0', turn 0"
+    ) as caught:
+        require_sound([one(), *bad])
+    assert caught.value.code == "logprob-positive"
+
+
+def test_no_samples_is_nothing_to_say():
+    assert check_sound([], purpose="train") == ()
