@@ -1,0 +1,25 @@
+"""Errors of the kernels: arguments that do not fit, ids that no vocabulary holds, scales that are none.
+
+    ShapeError(ValueError)       a shape that does not fit the others, or a tensor that is empty or freed
+    DtypeError(TypeError)        a dtype, device or kind of tensor that the op does not take
+    ScaleError(ValueError)       a temperature, logit_scale or soft_cap that is not finite and above 0
+    TokenRangeError(IndexError)  a trained target outside the vocabulary
+
+Every message names the argument, what was found and what was expected.
+"""
+
+
+class ShapeError(ValueError):
+    """An argument's shape does not fit the others, or it is empty where it must not be."""
+
+
+class DtypeError(TypeError):
+    """An argument has a dtype or a device, or is a kind of tensor, that the op does not take."""
+
+
+class ScaleError(ValueError):
+    """A temperature (at a trained position), logit_scale or soft_cap is not finite and above 0."""
+
+
+class TokenRangeError(IndexError):
+    """A trained position's target is not in the vocabulary."""
