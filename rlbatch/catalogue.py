@@ -322,7 +322,7 @@ _ENTRIES = (
         severity="error",
         symptom="The model does something to its logits, after the head, that is not known.",
         check="Made-up outputs of the head must come out as the known transform says; once a model.",
-        likely="a soft-cap, scale, bias or mask that this version of rlbatch does not know",
+        likely="a soft-cap, scale, bias, mask or cast that this version of rlbatch does not know",
         fix="compute logits with model(**model_inputs(batch)) and use rlbatch_kernels.token_logprobs",
     ),
     Entry(

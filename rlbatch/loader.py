@@ -11,7 +11,7 @@ from rlbatch.catalogue import finding
 from rlbatch.collate import PaddingSide, collate
 from rlbatch.errors import Finding, SoundnessError, Where
 from rlbatch.packing import plan_batches, too_long
-from rlbatch.records import Origin, Purpose, Sample
+from rlbatch.records import LogprobsMode, Origin, Purpose, Sample
 from rlbatch.soundness import require_sound
 from rlbatch.storage import ShardReader, open_reader
 
@@ -105,12 +105,8 @@ def _too_long(reader: ShardReader, index: int, max_tokens: int) -> Finding:
     )
 
 
-def _modes(reader: ShardReader) -> list[str] | None:
+def _modes(reader: ShardReader) -> list[frozenset[LogprobsMode]] | None:
     """What keeps samples out of each other's batch: the logprobs_mode, where the store has more than one."""
     if len({provenance.logprobs_mode for provenance in reader.provenances}) < 2:
         return None
-    return [_mode(reader[index]) for index in range(len(reader))]
-
-
-def _mode(sample: Sample) -> str:
-    return " ".join(sorted({provenance.logprobs_mode for provenance in sample.provenances}))
+    return [reader[index].logprobs_modes for index in range(len(reader))]

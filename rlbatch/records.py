@@ -355,6 +355,11 @@ class Sample:
     def __len__(self) -> int:
         return len(self.token_ids)
 
+    @property
+    def logprobs_modes(self) -> frozenset[LogprobsMode]:
+        """What its turns' logprobs are of; one batch takes one kind."""
+        return frozenset(provenance.logprobs_mode for provenance in self.provenances)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:

@@ -13,6 +13,7 @@ import msgspec
 
 from rlbatch.catalogue import finding
 from rlbatch.engines.body import TokenId
+from rlbatch.engines.sampling_fields import FLAGS, NUMBERS, as_off, asks_for_grammar
 from rlbatch.errors import Finding
 from rlbatch.records import Provenance
 
@@ -20,30 +21,6 @@ Route: TypeAlias = Literal["completions", "chat", "generate"]
 
 PROMPT_FIELDS: Mapping[Route, str] = {"completions": "prompt", "chat": "messages", "generate": "token_ids"}
 """Where a request of each route has its prompt."""
-
-_NUMBERS = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "min_tokens",
-)
-_FLAGS = ("logit_bias", "allowed_token_ids", "bad_words")
-"""Fields whose presence alone is in the provenance: an empty value means off."""
-
-_GRAMMARS = (
-    "structured_outputs",
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
-    "guided_decoding",
-)
-_GRAMMAR_FORMATS = ("json_object", "json_schema", "structural_tag")
-"""Types of `response_format` that put a grammar over the sampling."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,9 +61,9 @@ def contradictions(
         return []
     fields = _sampling_fields(request, route)
     found = [_route_contradiction(request, route)]
-    found += [_number_contradiction(fields, name, provenance) for name in _NUMBERS]
-    found += [_flag_contradiction(fields, name, provenance) for name in _FLAGS]
-    if _asks_for_grammar(fields) and not provenance.sampling.structured_output:
+    found += [_number_contradiction(fields, name, provenance) for name in NUMBERS]
+    found += [_flag_contradiction(fields, name, provenance) for name in FLAGS]
+    if asks_for_grammar(fields) and not provenance.sampling.structured_output:
         stated = "the provenance says structured_output=False"
         found.append(_contradiction("structured output", "asked for a grammar", stated))
     if fields.get("use_beam_search"):
@@ -145,8 +122,7 @@ def _number_contradiction(fields: Mapping[str, object], name: str, provenance: P
     value = fields.get(name)
     if value is None:
         return None
-    # vLLM takes -1 as well as 0 for "off".
-    sent = 0 if name == "top_k" and value == -1 else value
+    sent = as_off(name, value)
     stated = getattr(provenance.sampling, name)
     if isinstance(sent, (int, float)) and not isinstance(sent, bool) and sent == stated:
         return None
@@ -162,16 +138,6 @@ def _flag_contradiction(fields: Mapping[str, object], name: str, provenance: Pro
     return _contradiction(
         name, f"set {name}" if value else f"left {name} empty", f"the provenance says {name}={stated}"
     )
-
-
-def _asks_for_grammar(fields: Mapping[str, object]) -> bool:
-    if any(fields.get(name) for name in _GRAMMARS):
-        return True
-    response_format = fields.get("response_format")
-    if isinstance(response_format, Mapping) and response_format.get("type") in _GRAMMAR_FORMATS:
-        return True
-    choice = fields.get("tool_choice")
-    return choice == "required" or isinstance(choice, Mapping)
 
 
 def _contradiction(what: str, request_did: str, stated: str) -> Finding:

@@ -1,0 +1,167 @@
+"""The commands: what they take, what they print where, and what they end with.
+
+stdout has the answer and nothing else; errors and progress go to stderr. What needs torch is imported inside
+the commands, so that help and `explain` come at once.
+"""
+
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rlbatch.catalogue import CATALOGUE
+from rlbatch.cli.explain import entry_text, list_text, unknown_text
+from rlbatch.cli.options import DTYPES, FORMATS, one_of, with_statement
+from rlbatch.cli.output import show, show_failure
+from rlbatch.cli.progress import LateProgress
+from rlbatch.errors import RlbatchError
+from rlbatch.storage.statements import ModelIdentity, Statement
+
+UNUSABLE = 2
+"""Exit code of everything that could not be done; a usage error has it too."""
+
+DEFAULT_MAX_TOKENS = 16384
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    # Plain help: the boxes cut the names of flags off at 80 columns.
+    rich_markup_mode=None,
+    help="Exact tokens and logprobs from the engine to the loss.",
+)
+
+Paths = Annotated[
+    list[Path],
+    typer.Argument(
+        help="Shards, directories of shards, recorded rollouts or replies (.json), .jsonl of those."
+    ),
+]
+
+
+def main() -> None:
+    """The `rlbatch` program."""
+    try:
+        app()
+    except Exception:
+        # Python itself would end with 1, which says "findings".
+        traceback.print_exc()
+        raise SystemExit(UNUSABLE) from None
+
+
+@app.command()
+@with_statement
+def audit(
+    paths: Paths,
+    model: Annotated[Path, typer.Option(help="Directory of the model that sampled, to score with.")],
+    statement: Statement,
+    format: Annotated[str, typer.Option(**one_of(FORMATS))] = "terminal",
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
+    dtype: Annotated[str, typer.Option(help="Of the weights.", **one_of(DTYPES))] = "float32",
+    max_tokens: Annotated[
+        int, typer.Option(min=1, help="Budget of one batch, padding included.")
+    ] = DEFAULT_MAX_TOKENS,
+    trainer_version: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            show_default=False,
+            help="policy_version of the model's weights. Without it they are taken for those that sampled.",
+        ),
+    ] = None,
+) -> None:
+    """Score stored rollouts with a model and say whether engine and trainer agree.
+
+    Ends with 0 where all files pass, 1 on a finding of error level, 2 on what cannot be used, 3 where a file
+    could not be judged. The flags from --engine on state what recorded JSON leaves open; a field that neither
+    states is an error.
+    """
+    as_json = format == "json"
+    with _errors_told(as_json=as_json), LateProgress("auditing") as progress:
+        import torch
+
+        from rlbatch.audit import AuditOptions, load_scorer
+        from rlbatch.audit import audit as audit_files
+
+        scorer = load_scorer(model, device=device, dtype=getattr(torch, dtype))
+        options = AuditOptions(statement=statement, max_tokens=max_tokens, trainer_version=trainer_version)
+        report = audit_files(paths, scorer, options, on_progress=progress)
+    show(report, as_json=as_json)
+    raise typer.Exit(report.exit_code)
+
+
+@app.command()
+@with_statement
+def convert(
+    paths: Paths,
+    out: Annotated[Path, typer.Option(help="Directory for the shards; must not hold any.")],
+    statement: Statement,
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            show_default=False,
+            help="Directory of the model that sampled: its vocabulary, end tokens and tokenizer are stored.",
+        ),
+    ] = None,
+) -> None:
+    """Write recorded rollouts as shards; nothing is written unless all of them are without fault.
+
+    The flags from --engine on state what recorded JSON leaves open; a field that neither states is an error.
+    """
+    from rlbatch.cli.convert import convert as write
+
+    with _errors_told():
+        done = write(paths, out, statement=statement, identity=None if model is None else _identity(model))
+    counts = Counter(found.code for found in done.warnings)
+    if counts:
+        typer.echo("warnings: " + ", ".join(f"{count} {code}" for code, count in counts.items()), err=True)
+    typer.echo(f"{out}: {len(done.paths)} shards, {done.num_samples:,} samples, {done.num_tokens:,} tokens")
+
+
+@app.command()
+def explain(
+    code: Annotated[str | None, typer.Argument(show_default=False, help="Without it, all codes.")] = None,
+) -> None:
+    """Say what a code means, how it is found, what it likely comes from and how to mend it."""
+    if code is None:
+        typer.echo(list_text())
+        return
+    if code not in CATALOGUE:
+        typer.echo(unknown_text(code), err=True)
+        raise typer.Exit(UNUSABLE)
+    typer.echo(entry_text(CATALOGUE[code]))
+
+
+@app.command()
+def demo() -> None:
+    """Show what is said of real rollouts, and of the same with each known fault planted; needs no model."""
+    from rlbatch.cli.demo import run
+
+    with _errors_told():
+        went_well = []
+        for paragraph, as_expected in run():
+            typer.echo(paragraph + "\n")
+            went_well.append(as_expected)
+    raise typer.Exit(0 if all(went_well) else UNUSABLE)
+
+
+@contextmanager
+def _errors_told(*, as_json: bool = False) -> Iterator[None]:
+    """Errors of rlbatch as text on stderr, without a traceback, and as the one document where that is due."""
+    try:
+        yield
+    except RlbatchError as error:
+        show_failure(error, as_json=as_json)
+        raise typer.Exit(UNUSABLE) from None
+
+
+def _identity(model: Path) -> ModelIdentity:
+    import torch
+
+    from rlbatch.audit import load_scorer
+
+    return load_scorer(model, device="cpu", dtype=torch.float32).identity

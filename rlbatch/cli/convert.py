@@ -1,0 +1,109 @@
+"""`rlbatch convert`: recorded rollouts into shards, all or nothing.
+
+Everything is read and checked before anything is written, then read again: memory stays small.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlbatch.catalogue import finding
+from rlbatch.errors import Finding, SoundnessError, StorageError, Where
+from rlbatch.records import Origin
+from rlbatch.soundness import check_sound
+from rlbatch.storage import open_writer
+from rlbatch.storage.recordings import Row
+from rlbatch.storage.sources import RECORDING_SUFFIXES, files_of, read_rows
+from rlbatch.storage.statements import ModelIdentity, Statement
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Converted:
+    """What was written."""
+
+    paths: tuple[str, ...]
+    num_samples: int
+    num_tokens: int
+    warnings: tuple[Finding, ...]
+
+
+def convert(
+    paths: Sequence[Path], out: Path, *, statement: Statement, identity: ModelIdentity | None
+) -> Converted:
+    """Write the samples of all files to shards in `out`, in order.
+
+    Args:
+        paths: recorded .json or .jsonl, shards, directories of shards.
+        out: a directory without shards; made where it is missing, once everything is checked.
+        statement: what recorded JSON cannot say.
+        identity: the model that sampled; ids are checked against its vocabulary.
+
+    Raises:
+        SoundnessError: a sample has a fault; those of the first file with any.
+        StorageError, ReplyError: a file cannot be used, or `out` cannot be written to.
+    """
+    files = [file for path in paths for file in files_of(path)]
+    _require_distinct_names(files)
+    warnings: list[Finding] = []
+    for file in files:
+        warnings += _checked(file, statement, identity)
+    num_samples = num_tokens = 0
+    with open_writer(out) as writer:
+        for file in files:
+            for row in read_rows(file, statement, identity=identity):
+                if row.sample is None:
+                    raise SoundnessError.of(*row.findings)
+                writer.append(row.sample)
+                num_samples += 1
+                num_tokens += len(row.sample)
+    return Converted(
+        paths=writer.paths, num_samples=num_samples, num_tokens=num_tokens, warnings=tuple(warnings)
+    )
+
+
+def _checked(file: Path, statement: Statement, identity: ModelIdentity | None) -> list[Finding]:
+    """The warnings about one file.
+
+    Raises:
+        SoundnessError: it has errors; all of them.
+    """
+    findings = [
+        found
+        for row in read_rows(file, statement, identity=identity)
+        for found in _findings(row, file, identity)
+    ]
+    errors = [found for found in findings if found.severity == "error"]
+    if errors:
+        raise SoundnessError.of(*errors)
+    return findings
+
+
+def _findings(row: Row, file: Path, identity: ModelIdentity | None) -> Iterator[Finding]:
+    yield from row.findings
+    if row.sample is not None:
+        yield from check_sound(
+            [row.sample],
+            purpose="audit",
+            vocab_size=None if identity is None else identity.vocab_size,
+            origins=[Origin(path=str(file), index=row.index)],
+        )
+
+
+def _require_distinct_names(files: Sequence[Path]) -> None:
+    """Recorded trajectories are named by their file's name: two files of one name would share ids."""
+    seen: dict[str, Path] = {}
+    for file in files:
+        if file.suffix not in RECORDING_SUFFIXES:
+            continue
+        other = seen.setdefault(file.stem, file)
+        if other is not file:
+            raise StorageError.of(
+                finding(
+                    "file-unusable",
+                    where=Where(path=str(file)),
+                    expected="recordings of different names: trajectories are named after them",
+                    found=f"the name of {other}",
+                    likely="recordings of several runs, each with the same file names",
+                    fix="rename one, or convert them into directories of their own",
+                )
+            )

@@ -1,0 +1,293 @@
+"""Recorded JSON, read as samples: rollouts, reply wrappers, and `.jsonl` of either.
+
+    rollouts  {sampling, rows: [{prompt_ids, ids, lp, text, finish_reason, stop_reason}, ...], ...}
+    wrapper   {endpoint, request, status, response | sse | response_text}
+
+`sampling` lists what differed from neutral. A row with a fault of its own (counts, nulls, infinities) comes
+out as a finding in the place of its sample; a file that cannot be used at all raises. Knows nothing of shards
+or models, and what its logprobs are of it takes from a `Statement`.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeAlias
+
+import msgspec
+
+from rlbatch.assemble import to_samples
+from rlbatch.catalogue import CATALOGUE, finding
+from rlbatch.engines import parse_response
+from rlbatch.engines.body import TokenId, chunk_refusal, refusal
+from rlbatch.engines.output import EngineOutput, to_turn
+from rlbatch.errors import Finding, RecordError, ReplyError, StorageError, Where
+from rlbatch.records import Provenance, Sample, Trajectory, Turn
+from rlbatch.storage.statements import (
+    ModelIdentity,
+    Statement,
+    provenance_of,
+    sampling_of_recording,
+    sampling_of_request,
+)
+
+MAX_DOCUMENT_BYTES = 1 << 30
+"""A larger .json, or line of .jsonl, is refused: it would be decoded in memory, several times its size."""
+
+_HTTP_OK = 200
+_ROUTES = ("/v1/completions", "/v1/chat/completions", "/inference/v1/generate")
+_WANTED = "a recorded rollout {sampling, rows} or a reply wrapper {endpoint, request, response}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Row:
+    """One entry of a file: a sample, or the findings that say why it is none."""
+
+    index: int
+    """Its place in the file, counting every entry."""
+    sample: Sample | None
+    findings: tuple[Finding, ...] = ()
+    share: float
+    """How much of the file is read by now, 0 to 1."""
+
+
+class _RecordedRow(msgspec.Struct, gc=False):
+    prompt_ids: list[TokenId] | None = None
+    ids: list[TokenId] | None = None
+    lp: list[float | None] | None = None
+    text: str | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+class _Document(msgspec.Struct):
+    rows: list[_RecordedRow] | None = None
+    sampling: dict[str, object] | None = None
+    endpoint: str | None = None
+    request: object = None
+    status: int | None = None
+    response: msgspec.Raw = msgspec.Raw()
+    """As it stands in the file, for `parse_response`; empty where there is none."""
+    sse: object = None
+    response_text: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Place:
+    """Where a document is: its file, its name there, and its line where the file has lines."""
+
+    path: Path
+    name: str
+    line: int | None
+    share_before: float
+    share_after: float
+
+    @property
+    def where(self) -> Where:
+        return Where(path=str(self.path))
+
+    def entry(self, index: int, number: int) -> Where:
+        """Entry `number` of the document, the file's `index`."""
+        return Where(path=str(self.path), sample=index, trajectory=f"{self.name}#{number}")
+
+    def share(self, done: float) -> float:
+        return self.share_before + done * (self.share_after - self.share_before)
+
+
+_Entry: TypeAlias = tuple[Turn | ReplyError, float]
+"""What an entry became, and the share of its document read by then."""
+
+
+def read_recording(
+    path: Path, statement: Statement, *, identity: ModelIdentity | None = None
+) -> Iterator[Row]:
+    """Every entry of a recorded .json or .jsonl file, in order.
+
+    Args:
+        path: the file.
+        statement: what the file cannot say of its logprobs.
+        identity: the model that sampled, for the samples' provenance.
+
+    Raises:
+        StorageError: file-unusable: missing, empty, too large, not JSON (naming the line), or no recording.
+        ReplyError: an entry without ids or logprobs, an error body, an unsupported route; provenance-missing,
+            statement-contradicted. What was yielded before stands.
+
+    Example:
+        {"sampling": {"temperature": 0.7}, "rows": [{"prompt_ids": [1], "ids": [5, 2], "lp": [-1.5, -0.25],
+        "finish_reason": "stop"}]} -> one row, sample token_ids [1, 5, 2], trained at 1:3
+    """
+    index = 0
+    for place, document in _documents(path):
+        groups: dict[bytes, str] = {}
+        entries = _entries(document, place, index, statement, identity)
+        for number, (outcome, done) in enumerate(entries):
+            where = place.entry(index, number)
+            share = place.share(done)
+            if isinstance(outcome, ReplyError):
+                yield Row(index=index, sample=None, findings=_row_findings(outcome, where), share=share)
+            else:
+                # Entries of one prompt are a group: the first one's number names it.
+                prompt = outcome.prompt_token_ids.tobytes()
+                group = groups.setdefault(prompt, f"{place.name}@{number}")
+                yield Row(index=index, sample=_sample(outcome, where, group), share=share)
+            index += 1
+    if index == 0:
+        raise _unusable(path, "at least one rollout", "none")
+
+
+def _row_findings(error: ReplyError, where: Where) -> tuple[Finding, ...]:
+    """The findings of an entry that is no sample; an error where the fault is not of that entry alone."""
+    located = _located(error, where)
+    if any(CATALOGUE[found.code].level == "reply" for found in located.findings):
+        raise located
+    return located.findings
+
+
+def _sample(turn: Turn, where: Where, group: str) -> Sample:
+    try:
+        trajectory = Trajectory(trajectory_id=str(where.trajectory), turns=(turn,), group_id=group)
+        (sample,) = to_samples(trajectory)
+    except RecordError as error:
+        raise ReplyError.of(_malformed(str(error), where)) from None
+    return sample
+
+
+def _documents(path: Path) -> Iterator[tuple[_Place, _Document]]:
+    """Every document of the file, decoded, with its place."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            if path.suffix != ".jsonl":
+                _check_size(path, size)
+                place = _Place(path=path, name=path.stem, line=None, share_before=0.0, share_after=1.0)
+                yield place, _decode(file.read(), place)
+                return
+            line, before = 0, 0.0
+            while data := file.readline(MAX_DOCUMENT_BYTES + 1):
+                line += 1
+                _check_size(path, len(data))
+                after = file.tell() / max(size, 1)
+                if data.strip():
+                    name = f"{path.stem}:{line}"
+                    place = _Place(path=path, name=name, line=line, share_before=before, share_after=after)
+                    yield place, _decode(data, place)
+                before = after
+    except OSError as error:
+        if isinstance(error, StorageError):
+            raise
+        raise _unusable(path, "a file that can be read", error.strerror or type(error).__name__) from None
+
+
+def _check_size(path: Path, size: int) -> None:
+    if size > MAX_DOCUMENT_BYTES:
+        raise _unusable(
+            path,
+            f"documents of at most {MAX_DOCUMENT_BYTES:,} bytes",
+            f"{size:,} or more",
+            fix="write the rollouts as .jsonl, a document a line",
+        )
+
+
+def _decode(data: bytes, place: _Place) -> _Document:
+    try:
+        document = msgspec.json.decode(data, type=_Document)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        kind = _WANTED if isinstance(error, msgspec.ValidationError) else "JSON"
+        raise _unusable(place.path, kind, _at_line(place, str(error))) from None
+    if document.rows is None and document.endpoint is None:
+        raise _unusable(place.path, _WANTED, _at_line(place, "neither `rows` nor `endpoint`"))
+    return document
+
+
+def _entries(
+    document: _Document, place: _Place, first: int, statement: Statement, identity: ModelIdentity | None
+) -> Iterator[_Entry]:
+    """Each entry of a document: its turn, or why it has none."""
+    try:
+        if document.rows is not None:
+            said = {} if document.sampling is None else sampling_of_recording(document.sampling, place.where)
+            provenance = provenance_of(said, statement, identity=identity, where=place.where)
+            yield from _recorded_rows(document.rows, place, first, provenance)
+        else:
+            yield from _reply(document, place, statement, identity)
+    except ReplyError as error:
+        raise _located(error, place.where, line=place.line) from None
+
+
+def _recorded_rows(
+    rows: list[_RecordedRow], place: _Place, first: int, provenance: Provenance
+) -> Iterator[_Entry]:
+    for number, row in enumerate(rows):
+        output = EngineOutput(
+            label=f"row {number}",
+            where=place.entry(first + number, number),
+            prompt_token_ids=row.prompt_ids,
+            completion_token_ids=row.ids,
+            logprobs=row.lp,
+            finish_reason=row.finish_reason,
+            stop_reason=row.stop_reason,
+            text=row.text,
+        )
+        try:
+            turn: Turn | ReplyError = to_turn(output, provenance)
+        except ReplyError as error:
+            turn = error
+        yield turn, (number + 1) / len(rows)
+
+
+def _reply(
+    document: _Document, place: _Place, statement: Statement, identity: ModelIdentity | None
+) -> Iterator[_Entry]:
+    """The choices of a recorded reply; a reply with a fault is one entry."""
+    request = document.request
+    body = _body(document)
+    if not isinstance(request, Mapping):
+        raise ReplyError.of(_malformed("a wrapper without the request's object", place.where))
+    fields = request.get("sampling_params") if document.endpoint == _ROUTES[2] else request
+    if not isinstance(fields, Mapping):
+        raise ReplyError.of(_malformed("a request without the object `sampling_params`", place.where))
+    said = sampling_of_request(fields, place.where)
+    provenance = provenance_of(said, statement, identity=identity, where=place.where)
+    try:
+        turns = parse_response(body, engine=provenance.engine, request=request, provenance=provenance)
+    except ReplyError as error:
+        yield error, 1.0
+        return
+    for number, turn in enumerate(turns):
+        yield turn, (number + 1) / len(turns)
+
+
+def _body(document: _Document) -> bytes:
+    """The reply's body; whatever is no reply at all is refused before anything is asked of the caller."""
+    if document.sse is not None:
+        raise chunk_refusal("server-sent events")
+    body = bytes(document.response) or (document.response_text or "").encode()
+    if document.endpoint not in _ROUTES or document.status not in (None, _HTTP_OK):
+        raise refusal(body, complaint=f"a body of {document.endpoint} with status {document.status}")
+    return body
+
+
+def _located(error: ReplyError, where: Where, *, line: int | None = None) -> ReplyError:
+    """The same findings with the file, and the entry where they name none."""
+    place = f"line {line}: " if line is not None else ""
+    return ReplyError.of(
+        *(
+            found
+            if found.where.sample is not None
+            else replace(found, where=where, found=place + found.found)
+            for found in error.findings
+        )
+    )
+
+
+def _at_line(place: _Place, text: str) -> str:
+    return text if place.line is None else f"line {place.line}: {text}"
+
+
+def _malformed(complaint: str, where: Where) -> Finding:
+    return finding("reply-malformed", where=where, expected=_WANTED, found=complaint)
+
+
+def _unusable(path: Path, expected: str, found: str, *, fix: str | None = None) -> StorageError:
+    where = Where(path=str(path))
+    return StorageError.of(finding("file-unusable", where=where, expected=expected, found=found, fix=fix))

@@ -1,0 +1,55 @@
+"""Files of rollouts of every kind, as one stream of rows: shards, and recorded JSON.
+
+Knows nothing of what the rows are for.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from rlbatch.errors import Where
+from rlbatch.storage.files import SHARD_SUFFIX, list_directory, refusal
+from rlbatch.storage.reader import open_reader
+from rlbatch.storage.recordings import Row, read_recording
+from rlbatch.storage.statements import ModelIdentity, Statement, require_agreement
+
+RECORDING_SUFFIXES = (".json", ".jsonl")
+
+
+def files_of(path: Path) -> list[Path]:
+    """The files to read: those of a directory are the shards right in it, any other path is itself.
+
+    A directory without shards stays itself, for `read_rows` to say what is wrong with it.
+
+    Raises:
+        StorageError: file-unusable, the directory cannot be listed.
+    """
+    shards = list_directory(path).shards if path.is_dir() else ()
+    return list(shards) or [path]
+
+
+def read_rows(path: Path, statement: Statement, *, identity: ModelIdentity | None = None) -> Iterator[Row]:
+    """Every entry of one file, in order; of a shard, after its checksums are verified.
+
+    Args:
+        path: a shard, a recorded .json, or .jsonl of those.
+        statement: what recorded JSON cannot say; a shard's provenance must not deny it.
+        identity: the model that sampled, for the provenance of recorded JSON.
+
+    Raises:
+        StorageError: the file cannot be used.
+        ReplyError: its contents cannot, or file and statement disagree. What was yielded before stands.
+    """
+    if path.suffix in RECORDING_SUFFIXES:
+        return read_recording(path, statement, identity=identity)
+    if path.exists() and not path.is_dir() and path.suffix != SHARD_SUFFIX:
+        known = " or ".join((SHARD_SUFFIX, *RECORDING_SUFFIXES))
+        found = f"the suffix {path.suffix}" if path.suffix else "no suffix"
+        raise refusal("file-unusable", path, expected=f"a file whose suffix is {known}", found=found)
+    return _shard_rows(path, statement)
+
+
+def _shard_rows(path: Path, statement: Statement) -> Iterator[Row]:
+    reader = open_reader(path)
+    require_agreement(reader.provenances, statement, Where(path=str(path)))
+    for index, sample in enumerate(reader):
+        yield Row(index=index, sample=sample, share=(index + 1) / len(reader))

@@ -1,0 +1,252 @@
+"""What is said about recorded logprobs, by the file and by whoever reads it, and the `Provenance` that makes.
+
+A recorded file says how its tokens were drawn, in part; it never says what its logprobs are of. The rest is a
+`Statement`, which the command line fills from flags. What nobody says is refused, and so is what the two say
+differently: nothing is guessed, and a server's name is never read. Knows the field names of vLLM's requests;
+nothing of ids or logprobs.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+
+from rlbatch.catalogue import finding
+from rlbatch.engines.sampling_fields import FLAGS, GRAMMARS, as_off, asks_for_grammar
+from rlbatch.errors import Finding, RecordError, ReplyError, Where
+from rlbatch.records import LogprobsMode, Provenance, SamplingParams
+
+SAMPLING_FIELDS: tuple[str, ...] = tuple(spec.name for spec in fields(SamplingParams))
+
+SERVER_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""What a server takes from the model's generation_config where a request is silent, and no reply tells."""
+
+NOT_SHAPING = (
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "max_tokens",
+    "n",
+    "seed",
+    "stop",
+    "stop_token_ids",
+)
+"""Sampling fields that choose how many tokens are drawn, never from which distribution."""
+
+_NEUTRAL = SamplingParams(temperature=1.0)
+_WHOLE_NUMBERS = ("top_k", "min_tokens")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Statement:
+    """What the reader of a file says of it; None says nothing.
+
+    The fields from `temperature` on are those of `SamplingParams`, name by name.
+    """
+
+    engine: str | None = None
+    """The engine that sampled: `vllm`."""
+    engine_version: str | None = None
+    """Its version, kept for the record."""
+    logprobs_mode: LogprobsMode | None = None
+    """What the logprobs are of: `processed`, `raw` or `unknown`."""
+    temperature: float | None = None
+    """Divisor of the logits; 0 is greedy."""
+    top_p: float | None = None
+    """Nucleus sampling; 1 is off."""
+    top_k: int | None = None
+    """Most probable tokens kept; 0 and -1 are off."""
+    min_p: float | None = None
+    """Least probability kept, relative to the greatest; 0 is off."""
+    repetition_penalty: float | None = None
+    """1 is off."""
+    presence_penalty: float | None = None
+    """0 is off."""
+    frequency_penalty: float | None = None
+    """0 is off."""
+    logit_bias: bool | None = None
+    """Whether logits were biased."""
+    allowed_token_ids: bool | None = None
+    """Whether only listed ids could be drawn."""
+    bad_words: bool | None = None
+    """Whether listed words could not be drawn."""
+    min_tokens: int | None = None
+    """Tokens before which no stop token could be drawn; 0 is off."""
+    structured_output: bool | None = None
+    """Whether a grammar was in force."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelIdentity:
+    """The model that rollouts came from, where it is at hand: kept in provenance, to be checked later."""
+
+    tokenizer_fingerprint: str | None = None
+    """sha256 of its `tokenizer.json`."""
+    vocab_size: int | None = None
+    """Ids that it can read and predict."""
+    eos_token_ids: tuple[int, ...] = ()
+    """Ids that end a completion."""
+
+
+def flag_of(name: str) -> str:
+    """The command-line flag of a `Statement` field.
+
+    Example:
+        logprobs_mode -> --logprobs-mode
+    """
+    return "--" + name.replace("_", "-")
+
+
+def sampling_of_recording(sampling: Mapping[str, object], where: Where) -> dict[str, object]:
+    """All fields of `SamplingParams` by a recording's `sampling`: what it leaves out was sent as neutral.
+
+    Raises:
+        ReplyError: a key that nobody knows, so that its effect on the distribution is unknown; a bad value.
+    """
+    known = (*SAMPLING_FIELDS, *NOT_SHAPING, *GRAMMARS, "response_format", "tool_choice")
+    unknown = [name for name in sampling if name not in known]
+    if unknown:
+        raise ReplyError.of(
+            finding(
+                "provenance-missing",
+                where=where,
+                expected="`sampling` with fields whose effect is known",
+                found=f"`{unknown[0]}`" + (f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""),
+                likely="a misspelt field, or one that this release does not know",
+                fix="correct its name in the file, or leave the recording out",
+            )
+        )
+    neutral = {name: getattr(_NEUTRAL, name) for name in SAMPLING_FIELDS}
+    return neutral | _said(sampling, where)
+
+
+def sampling_of_request(request: Mapping[str, object], where: Where) -> dict[str, object]:
+    """Fields of `SamplingParams` by a request; where it is silent, those that a server may set are left out.
+
+    Raises:
+        ReplyError: a bad value.
+    """
+    neutral = {name: getattr(_NEUTRAL, name) for name in SAMPLING_FIELDS if name not in SERVER_DEFAULTS}
+    return neutral | _said(request, where)
+
+
+def provenance_of(
+    said: Mapping[str, object], statement: Statement, *, identity: ModelIdentity | None = None, where: Where
+) -> Provenance:
+    """The provenance that file and statement make together.
+
+    Args:
+        said: fields of `SamplingParams` by the file.
+        statement: what the reader says; engine and logprobs_mode can come from nowhere else.
+        identity: the model that sampled, where it is known.
+        where: the file, for findings.
+
+    Raises:
+        ReplyError: provenance-missing, naming the flag of each field that nobody states;
+            statement-contradicted, for each that both state differently; reply-malformed, no engine takes
+            the value.
+    """
+    stated = {name: value for name, value in _stated(statement).items() if name in SAMPLING_FIELDS}
+    _require_agreement(said, stated, where)
+    values = {**stated, **said}
+    missing = [name for name in ("engine", "logprobs_mode") if getattr(statement, name) is None]
+    missing += [name for name in SAMPLING_FIELDS if name not in values]
+    # The first two are named again for mypy: neither can be None past this point.
+    if missing or statement.engine is None or statement.logprobs_mode is None:
+        raise ReplyError.of(_missing(missing, where))
+    identity = identity or ModelIdentity()
+    try:
+        sampling = SamplingParams(**values)  # type: ignore[arg-type]
+    except RecordError as error:
+        raise ReplyError.of(_bad_value(str(error), where)) from None
+    return Provenance(
+        engine=statement.engine,
+        engine_version=statement.engine_version,
+        logprobs_mode=statement.logprobs_mode,
+        sampling=sampling,
+        tokenizer_fingerprint=identity.tokenizer_fingerprint,
+        vocab_size=identity.vocab_size,
+        eos_token_ids=identity.eos_token_ids,
+    )
+
+
+def require_agreement(provenances: Iterable[Provenance], statement: Statement, where: Where) -> None:
+    """Stored provenances must not be denied by what the reader states.
+
+    Raises:
+        ReplyError: statement-contradicted, for each field.
+    """
+    for provenance in provenances:
+        said: dict[str, object] = {
+            name: getattr(provenance.sampling, name) if name in SAMPLING_FIELDS else getattr(provenance, name)
+            for name in _stated(statement)
+        }
+        _require_agreement(said, _stated(statement), where)
+
+
+def _stated(statement: Statement) -> dict[str, object]:
+    """The fields on which the statement is not silent."""
+    values = {spec.name: getattr(statement, spec.name) for spec in fields(statement)}
+    return {name: as_off(name, value) for name, value in values.items() if value is not None}
+
+
+def _require_agreement(said: Mapping[str, object], stated: Mapping[str, object], where: Where) -> None:
+    denied = [name for name, value in stated.items() if name in said and said[name] != value]
+    if denied:
+        raise ReplyError.of(*(_contradicted(name, said[name], stated[name], where) for name in denied))
+
+
+def _said(sampling: Mapping[str, object], where: Where) -> dict[str, object]:
+    """The fields of `SamplingParams` that vLLM's sampling fields state; null states nothing."""
+    said = {
+        name: bool(sampling[name]) if name in FLAGS else _number(name, sampling[name], where)
+        for name in SAMPLING_FIELDS
+        if name != "structured_output" and sampling.get(name) is not None
+    }
+    if sampling.get("structured_output") or asks_for_grammar(sampling):
+        said["structured_output"] = True
+    return said
+
+
+def _number(name: str, value: object, where: Where) -> object:
+    whole = name in _WHOLE_NUMBERS
+    if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
+        kind = "a whole number" if whole else "a number"
+        raise ReplyError.of(_bad_value(f"{name}: expected {kind}, found {type(value).__name__}", where))
+    return as_off(name, value if whole else float(value))
+
+
+def _bad_value(complaint: str, where: Where) -> Finding:
+    return finding(
+        "reply-malformed",
+        where=where,
+        expected="sampling parameters that an engine takes",
+        found=complaint,
+        likely="a slip in a flag, or in the recording",
+        fix="correct the value",
+    )
+
+
+def _missing(names: list[str], where: Where) -> Finding:
+    flags = ", ".join(_either(name) for name in names)
+    return finding(
+        "provenance-missing",
+        where=where,
+        expected=f"{', '.join(names)} stated by the file or by a flag",
+        found="neither states " + ("it" if len(names) == 1 else "them"),
+        fix=f"state what was in force with {flags}",
+    )
+
+
+def _either(name: str) -> str:
+    """The flag with its negation, where it has one."""
+    switch = isinstance(getattr(_NEUTRAL, name, None), bool)
+    return flag_of(name).replace("--", "--[no-]", 1) if switch else flag_of(name)
+
+
+def _contradicted(name: str, said: object, stated: object, where: Where) -> Finding:
+    return finding(
+        "statement-contradicted",
+        where=where,
+        expected=f"{flag_of(name)} as in the file: {said}",
+        found=f"{flag_of(name)} {stated}",
+        likely="the flag is meant for another file",
+        fix=f"leave {flag_of(name)} out for this file, or correct it",
+    )

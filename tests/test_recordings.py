@@ -1,0 +1,457 @@
+"""Recorded JSON as samples, against the files themselves as Python's own `json` reads them."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rlbatch.engines.request import contradictions
+from rlbatch.errors import ReplyError, RlbatchError, StorageError, Where
+from rlbatch.records import LogprobsMode, Provenance
+from rlbatch.storage.recordings import MAX_DOCUMENT_BYTES, Row, read_recording
+from rlbatch.storage.sources import files_of, read_rows
+from rlbatch.storage.statements import (
+    SAMPLING_FIELDS,
+    ModelIdentity,
+    Statement,
+    provenance_of,
+    require_agreement,
+    sampling_of_request,
+)
+
+RAW = Statement(engine="vllm", logprobs_mode="raw")
+PROCESSED = Statement(engine="vllm", logprobs_mode="processed")
+FULL = Statement(
+    engine="vllm",
+    logprobs_mode="raw",
+    temperature=1.0,
+    top_p=1.0,
+    top_k=0,
+    min_p=0.0,
+    repetition_penalty=1.0,
+)
+TWO_ROWS = {
+    "sampling": {},
+    "rows": [
+        {"prompt_ids": [1, 9], "ids": [5, 2], "lp": [-1.5, -0.25], "finish_reason": "stop"},
+        {"prompt_ids": [1, 8], "ids": [7], "lp": [-0.5], "finish_reason": "length"},
+    ],
+}
+
+
+def write(path: Path, *documents: object) -> Path:
+    path.write_text("\n".join(json.dumps(document) for document in documents))
+    return path
+
+
+def only_row(path: Path, statement: Statement) -> Row:
+    (row,) = read_recording(path, statement)
+    return row
+
+
+def provenance(path: Path, statement: Statement) -> Provenance:
+    row = next(iter(read_recording(path, statement)))
+    assert row.sample is not None
+    return row.sample.provenances[0]
+
+
+@pytest.mark.parametrize("server", ["fp32_raw", "fp32_processed", "bf16_raw", "bf16_processed"])
+def test_every_recorded_row_becomes_its_ids_and_logprobs_bit_for_bit(data_dir: Path, server: str) -> None:
+    mode: LogprobsMode = "raw" if server.endswith("raw") else "processed"
+    statement = Statement(engine="vllm", logprobs_mode=mode)
+    files = sorted((data_dir / "rollouts").glob(f"{server}__*.json"))
+    assert len(files) >= 4
+    for file in files:
+        document = json.loads(file.read_text())
+        # Raw values of a tempered or truncated distribution are not those of the behaviour.
+        plain = set(document["sampling"]) <= {"ignore_eos", "max_tokens"}
+        rows = list(read_recording(file, statement))
+        for row, recorded in zip(rows, document["rows"], strict=True):
+            sample, prompt = row.sample, len(recorded["prompt_ids"])
+            assert sample is not None
+            assert sample.token_ids.tolist() == recorded["prompt_ids"] + recorded["ids"]
+            assert sample.loss_mask.tolist() == [False] * prompt + [True] * len(recorded["ids"])
+            behaviour = mode == "processed" or plain
+            column = sample.inference_logprobs if behaviour else sample.raw_inference_logprobs
+            assert column is not None
+            np.testing.assert_array_equal(column[prompt:], np.array(recorded["lp"], np.float32))
+            if not behaviour:
+                assert np.isnan(sample.inference_logprobs).all()
+            assert sample.finish_reasons == (recorded["finish_reason"],)
+            said = sample.provenances[0].sampling
+            assert said.temperature == document["sampling"].get("temperature", 1.0)
+            assert said.top_p == document["sampling"].get("top_p", 1.0)
+            assert said.top_k == document["sampling"].get("top_k", 0)
+        assert [row.index for row in rows] == list(range(len(rows)))
+        assert rows[-1].share == 1.0
+
+
+def test_rows_of_one_prompt_are_a_group(tmp_path: Path) -> None:
+    rows = [{"prompt_ids": ids, "ids": [5], "lp": [-1.0]} for ids in ([1, 9], [1, 8], [1, 9])]
+    read = read_recording(write(tmp_path / "r.json", {"sampling": {}, "rows": rows}), RAW)
+    groups = [row.sample.group_id for row in read if row.sample is not None]
+    assert groups == ["r@0", "r@1", "r@0"]
+
+
+@pytest.mark.parametrize(
+    ("lp", "code"),
+    [
+        ([-1.5], "length-mismatch"),
+        ([-1.5, None], "logprob-missing"),
+        ([-1.5, -1e39], "logprob-not-finite"),
+    ],
+)
+def test_a_faulty_row_is_a_finding_in_its_place_and_the_others_are_read(
+    tmp_path: Path, lp: list[float | None], code: str
+) -> None:
+    document = {"sampling": {}, "rows": [{**TWO_ROWS["rows"][0], "lp": lp}, TWO_ROWS["rows"][1]]}  # type: ignore[index]
+    path = write(tmp_path / "r.json", document)
+    first, second = read_recording(path, RAW)
+    assert first.sample is None
+    assert [found.code for found in first.findings] == [code]
+    assert first.findings[0].where == Where(path=str(path), sample=0, trajectory="r#0")
+    assert second.index == 1
+    assert second.sample is not None
+    assert second.sample.token_ids.tolist() == [1, 8, 7]
+
+
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        ({"lp": None}, "logprobs-missing"),
+        ({"ids": None}, "ids-missing"),
+        ({"prompt_ids": None}, "prompt-ids-missing"),
+        ({"prompt_ids": []}, "prompt-ids-missing"),
+        ({"finish_reason": "exploded"}, "reply-malformed"),
+    ],
+)
+def test_a_row_without_what_it_takes_makes_the_file_unusable(
+    tmp_path: Path, change: dict[str, object], code: str
+) -> None:
+    document = {"sampling": {}, "rows": [TWO_ROWS["rows"][0], {**TWO_ROWS["rows"][1], **change}]}  # type: ignore[index]
+    path = write(tmp_path / "r.json", document)
+    with pytest.raises(ReplyError) as caught:
+        list(read_recording(path, RAW))
+    assert caught.value.code == code
+    assert caught.value.findings[0].where.sample == 1
+    assert caught.value.findings[0].where.path == str(path)
+
+
+@pytest.mark.parametrize("change", [{"ids": [5, -2]}, {"ids": [5, 2**31]}, {"ids": [5, True]}, {"lp": ["x"]}])
+def test_a_row_of_wrong_types_makes_the_file_unusable(tmp_path: Path, change: dict[str, object]) -> None:
+    document = {"sampling": {}, "rows": [{**TWO_ROWS["rows"][0], **change}]}  # type: ignore[index]
+    with pytest.raises(StorageError, match=r"\[file-unusable\]") as caught:
+        list(read_recording(write(tmp_path / "r.json", document), RAW))
+    assert "rows[0]" in caught.value.findings[0].found
+
+
+def test_sampling_fields_that_only_count_tokens_are_accepted(tmp_path: Path) -> None:
+    sampling = {"ignore_eos": True, "max_tokens": 400, "seed": 7, "n": 2, "top_k": -1, "min_p": None}
+    path = write(tmp_path / "r.json", {**TWO_ROWS, "sampling": sampling})
+    assert provenance(path, RAW).sampling.neutral
+
+
+def test_a_sampling_field_that_nobody_knows_is_refused_by_name(tmp_path: Path) -> None:
+    path = write(tmp_path / "r.json", {**TWO_ROWS, "sampling": {"temperatur": 0.7}})
+    with pytest.raises(ReplyError, match="`temperatur`") as caught:
+        list(read_recording(path, RAW))
+    assert caught.value.code == "provenance-missing"
+
+
+@pytest.mark.parametrize(
+    "sampling", [{"temperature": "hot"}, {"top_k": 1.5}, {"temperature": -1}, {"top_p": 0}]
+)
+def test_a_sampling_value_that_cannot_be_is_refused(tmp_path: Path, sampling: dict[str, object]) -> None:
+    path = write(tmp_path / "r.json", {**TWO_ROWS, "sampling": sampling})
+    with pytest.raises(ReplyError) as caught:
+        list(read_recording(path, RAW))
+    assert caught.value.code == "reply-malformed"
+    assert next(iter(sampling)) in str(caught.value)
+
+
+def test_presence_of_bias_lists_and_grammars_is_kept(tmp_path: Path) -> None:
+    sampling = {"logit_bias": {"5": 1.0}, "bad_words": ["no"], "allowed_token_ids": [], "guided_regex": "a+"}
+    said = provenance(write(tmp_path / "r.json", {**TWO_ROWS, "sampling": sampling}), RAW).sampling
+    assert (said.logit_bias, said.bad_words, said.allowed_token_ids, said.structured_output) == (
+        True,
+        True,
+        False,
+        True,
+    )
+
+
+def test_what_neither_file_nor_statement_says_is_named_as_flags(tmp_path: Path) -> None:
+    path = write(tmp_path / "r.json", TWO_ROWS)
+    with pytest.raises(ReplyError) as caught:
+        list(read_recording(path, Statement()))
+    assert caught.value.code == "provenance-missing"
+    assert caught.value.findings[0].fix == "state what was in force with --engine, --logprobs-mode"
+
+
+def test_a_recording_without_sampling_needs_every_flag(tmp_path: Path) -> None:
+    path = write(tmp_path / "r.json", {"rows": TWO_ROWS["rows"]})
+    with pytest.raises(ReplyError) as caught:
+        list(read_recording(path, RAW))
+    fix = caught.value.findings[0].fix
+    for name in SAMPLING_FIELDS:
+        assert name.replace("_", "-") in fix
+    assert "--temperature" in fix
+    assert "--[no-]logit-bias" in fix
+
+
+def test_a_statement_that_contradicts_the_recording_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "r.json", {**TWO_ROWS, "sampling": {"temperature": 0.7}})
+    agreeing = Statement(engine="vllm", logprobs_mode="raw", temperature=0.7, top_k=-1)
+    assert provenance(path, agreeing).sampling.temperature == 0.7
+    with pytest.raises(ReplyError, match=r"--temperature 1.0\n") as caught:
+        list(read_recording(path, Statement(engine="vllm", logprobs_mode="raw", temperature=1.0)))
+    assert caught.value.code == "statement-contradicted"
+
+
+def test_the_server_named_in_a_recording_is_never_read(tmp_path: Path) -> None:
+    path = write(tmp_path / "r.json", {**TWO_ROWS, "server": "fp32_processed", "cond": "t07"})
+    said = provenance(path, RAW)
+    assert said.logprobs_mode == "raw"
+    assert said.sampling.temperature == 1.0
+
+
+def test_the_model_that_sampled_is_kept_in_the_provenance(tmp_path: Path) -> None:
+    identity = ModelIdentity(tokenizer_fingerprint="ab", vocab_size=1536, eos_token_ids=(2, 4))
+    (first, _) = read_recording(write(tmp_path / "r.json", TWO_ROWS), RAW, identity=identity)
+    assert first.sample is not None
+    said = first.sample.provenances[0]
+    assert (said.tokenizer_fingerprint, said.vocab_size, said.eos_token_ids) == ("ab", 1536, (2, 4))
+
+
+# -- reply wrappers ----------------------------------------------------------------------------------------
+
+
+def test_a_wrapper_takes_from_the_request_what_it_says_and_the_rest_from_the_statement(
+    data_dir: Path,
+) -> None:
+    path = data_dir / "replies" / "fp32_processed" / "completions_ids_lp1_t07.json"
+    with pytest.raises(ReplyError) as caught:
+        list(read_recording(path, PROCESSED))
+    # The request says temperature 0.7; a server's generation_config may set the other four.
+    assert caught.value.findings[0].fix.endswith("--top-p, --top-k, --min-p, --repetition-penalty")
+    full = Statement(
+        engine="vllm", logprobs_mode="processed", top_p=1.0, top_k=-1, min_p=0.0, repetition_penalty=1.0
+    )
+    row = only_row(path, full)
+    response = json.loads(path.read_text())["response"]["choices"][0]
+    assert row.sample is not None
+    assert row.sample.token_ids.tolist() == response["prompt_token_ids"] + response["token_ids"]
+    assert row.sample.temperature[-1] == np.float32(0.7)
+    lp = np.array(response["logprobs"]["token_logprobs"], np.float32)
+    np.testing.assert_array_equal(row.sample.inference_logprobs[-len(lp) :], lp)
+
+
+def test_a_generate_request_speaks_through_its_sampling_params_only() -> None:
+    said = sampling_of_request({"temperature": 0.7, "top_k": -1}, Where())
+    assert (said["temperature"], said["top_k"], said["presence_penalty"]) == (0.7, 0, 0.0)
+    assert "top_p" not in said
+
+
+@pytest.mark.parametrize(
+    "request_fields",
+    [
+        {"response_format": {"type": "json_object"}},
+        {"tool_choice": "required"},
+        {"tool_choice": {"type": "function"}},
+        {"structured_outputs": {"choice": ["7"]}},
+    ],
+)
+def test_a_request_for_a_grammar_is_structured_output(request_fields: dict[str, object]) -> None:
+    assert sampling_of_request(request_fields, Where())["structured_output"] is True
+    assert sampling_of_request({"response_format": {"type": "text"}}, Where())["structured_output"] is False
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "structured_outputs",
+        "guided_json",
+        "guided_regex",
+        "guided_choice",
+        "guided_grammar",
+        "guided_decoding",
+    ],
+)
+def test_a_grammar_field_means_the_same_here_and_to_the_parser(name: str) -> None:
+    request = {"prompt": [1], "temperature": 1.0, name: {"choice": ["7"]}}
+    said = sampling_of_request(request, Where())
+    free = provenance_of({**said, "structured_output": False}, FULL, where=Where())
+    bound = provenance_of(said, FULL, where=Where())
+    assert bound.sampling.structured_output
+    assert len(contradictions(request, "completions", free)) == 1
+    assert contradictions(request, "completions", bound) == []
+
+
+def test_each_choice_is_a_row_of_one_group(data_dir: Path) -> None:
+    rows = list(read_recording(data_dir / "replies" / "fp32_raw" / "completions_n2_t1.json", FULL))
+    assert [row.index for row in rows] == [0, 1]
+    assert {row.sample.group_id for row in rows if row.sample is not None} == {"completions_n2_t1@0"}
+
+
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [
+        ("chat_stream_ids_lp", "route-unsupported"),
+        ("completions_noids_lp1", "ids-missing"),
+        ("completions_ids_lpnone", "logprobs-missing"),
+        ("completions_echo_lp1_ids", "echo-unsupported"),
+        ("error_chat_unknown_model", "reply-error-body"),
+        ("error_completions_bad_json", "reply-error-body"),
+    ],
+)
+def test_an_unusable_reply_is_refused_for_what_it_is(data_dir: Path, name: str, code: str) -> None:
+    statement = Statement(
+        engine="vllm", logprobs_mode="raw", top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0
+    )
+    path = data_dir / "replies" / "fp32_raw" / f"{name}.json"
+    with pytest.raises(ReplyError) as caught:
+        list(read_recording(path, statement))
+    assert caught.value.code == code
+    assert caught.value.findings[0].where.path == str(path)
+
+
+def test_every_recorded_reply_is_read_or_refused_with_its_place(data_dir: Path) -> None:
+    files = sorted((data_dir / "replies").glob("*/*.json"))
+    read, errors = 0, []
+    for file in files:
+        mode: LogprobsMode = "processed" if "processed" in file.parent.name else "raw"
+        statement = Statement(
+            engine="vllm", logprobs_mode=mode, top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0
+        )
+        try:
+            read += bool(list(read_recording(file, statement)))
+        except RlbatchError as error:
+            errors.append((str(file), error))
+    assert read + len(errors) == len(files) == 155
+    assert read >= 60
+    assert all({found.where.path for found in error.findings} == {file} for file, error in errors)
+
+
+def test_a_request_that_contradicts_the_statement_is_refused(data_dir: Path) -> None:
+    path = data_dir / "replies" / "fp32_processed" / "completions_ids_lp1_t07_topp08.json"
+    with pytest.raises(ReplyError) as caught:
+        list(read_recording(path, FULL))
+    assert {found.code for found in caught.value.findings} == {"statement-contradicted"}
+    assert {found.found for found in caught.value.findings} == {"--temperature 1.0", "--top-p 1.0"}
+
+
+def test_a_wrapper_without_a_request_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "w.json", {"endpoint": "/v1/completions", "status": 200, "response": {}})
+    with pytest.raises(ReplyError, match="without the request"):
+        list(read_recording(path, FULL))
+
+
+# -- files -------------------------------------------------------------------------------------------------
+
+
+def test_lines_of_jsonl_are_documents_of_either_kind(tmp_path: Path, data_dir: Path) -> None:
+    reply = json.loads((data_dir / "replies" / "fp32_raw" / "completions_n2_t1.json").read_text())
+    path = tmp_path / "r.jsonl"
+    path.write_text(f"{json.dumps(TWO_ROWS)}\n\n{json.dumps(reply)}\n")
+    rows = list(read_recording(path, FULL))
+    assert [row.index for row in rows] == [0, 1, 2, 3]
+    names = [row.sample.trajectory_id for row in rows if row.sample is not None]
+    assert names == ["r:1#0", "r:1#1", "r:3#0", "r:3#1"]
+    shares = [row.share for row in rows]
+    assert shares == sorted(shares)
+    assert shares[-1] == 1.0
+
+
+def test_a_line_that_is_not_json_is_named_by_its_number(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    path.write_text(f"{json.dumps(TWO_ROWS)}\n\n{{oops\n")
+    with pytest.raises(StorageError, match="line 3: ") as caught:
+        list(read_recording(path, RAW))
+    assert caught.value.code == "file-unusable"
+    assert caught.value.findings[0].expected == "JSON"
+
+
+def test_a_line_that_lacks_a_statement_is_named_by_its_number(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    path.write_text(f"{json.dumps(TWO_ROWS)}\n{json.dumps({'rows': TWO_ROWS['rows']})}\n")
+    with pytest.raises(ReplyError, match="line 2: ") as caught:
+        list(read_recording(path, RAW))
+    assert caught.value.code == "provenance-missing"
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[1, 2]", "{", '{"choices": []}', '{"rows": 3}', "\xff", '{"rows": [], "sampling": {}}']
+)
+def test_a_file_that_is_no_recording_is_unusable(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "r.json"
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(StorageError, match=r"\[file-unusable\]") as caught:
+        list(read_recording(path, FULL))
+    assert caught.value.findings[0].where.path == str(path)
+
+
+def test_an_empty_jsonl_is_unusable(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    path.write_text("\n")
+    with pytest.raises(StorageError, match="at least one rollout"):
+        list(read_recording(path, RAW))
+
+
+def test_a_document_beyond_the_cap_is_refused_unread(tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    with path.open("wb") as file:
+        # A hole: it takes no room on the disk.
+        file.truncate(MAX_DOCUMENT_BYTES + 1)
+    with pytest.raises(StorageError, match=r"at most 1,073,741,824 bytes") as caught:
+        list(read_recording(path, RAW))
+    assert "jsonl" in caught.value.findings[0].fix
+
+
+def test_a_missing_file_is_unusable(tmp_path: Path) -> None:
+    for name in ("none.json", "none.jsonl", "none.safetensors", "none"):
+        with pytest.raises(StorageError) as caught:
+            list(read_rows(tmp_path / name, RAW))
+        assert caught.value.code == "file-unusable"
+
+
+def test_a_file_of_another_suffix_is_refused_by_it(tmp_path: Path) -> None:
+    path = tmp_path / "rollouts.parquet"
+    path.touch()
+    with pytest.raises(StorageError, match=r"the suffix \.parquet"):
+        read_rows(path, RAW)
+
+
+def test_a_directory_stands_for_its_shards(tmp_path: Path) -> None:
+    assert files_of(tmp_path) == [tmp_path]
+    for name in ("b.safetensors", "a.safetensors", "notes.txt"):
+        (tmp_path / name).touch()
+    assert [file.name for file in files_of(tmp_path)] == ["a.safetensors", "b.safetensors"]
+
+
+def test_a_stored_provenance_must_not_be_denied() -> None:
+    stored = provenance_of({}, FULL_SAMPLING, where=Where())
+    require_agreement([stored], Statement(), Where())
+    require_agreement([stored], Statement(engine="vllm", temperature=1.0, top_k=-1), Where())
+    for denial in (Statement(logprobs_mode="processed"), Statement(temperature=0.5)):
+        with pytest.raises(ReplyError) as caught:
+            require_agreement([stored], denial, Where(path="a"))
+        assert caught.value.code == "statement-contradicted"
+
+
+FULL_SAMPLING = Statement(
+    engine="vllm",
+    logprobs_mode="raw",
+    temperature=1.0,
+    top_p=1.0,
+    top_k=0,
+    min_p=0.0,
+    repetition_penalty=1.0,
+    presence_penalty=0.0,
+    frequency_penalty=0.0,
+    logit_bias=False,
+    allowed_token_ids=False,
+    bad_words=False,
+    min_tokens=0,
+    structured_output=False,
+)
