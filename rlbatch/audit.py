@@ -13,8 +13,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from rlbatch.alignment import Judge
-from rlbatch.alignment.measure import measure
+from rlbatch.alignment import Judge, measure
 from rlbatch.batch import Batch
 from rlbatch.catalogue import finding
 from rlbatch.collate import collate

@@ -8,9 +8,8 @@ import pytest
 import torch
 from builders import provenance, sample
 
-from rlbatch.alignment import Judge, Limits, require_aligned
+from rlbatch.alignment import Judge, Limits, measure, require_aligned
 from rlbatch.alignment.drift import age_of
-from rlbatch.alignment.measure import measure
 from rlbatch.collate import collate
 from rlbatch.errors import AlignmentError, RecordError
 from rlbatch.records import SamplingParams, VersionSpan

@@ -12,8 +12,7 @@ import pytest
 import torch
 from builders import recorded_provenance, recorded_samples, sample
 
-from rlbatch.alignment import Judge, Limits
-from rlbatch.alignment.measure import measure
+from rlbatch.alignment import Judge, Limits, measure
 from rlbatch.collate import collate
 from rlbatch.faults import FAULTS
 from rlbatch.figures import Figures

@@ -8,8 +8,7 @@ from importlib.resources import as_file, files
 
 import numpy as np
 
-from rlbatch.alignment import Judge, Limits
-from rlbatch.alignment.measure import measure
+from rlbatch.alignment import Judge, Limits, measure
 from rlbatch.collate import collate
 from rlbatch.errors import Finding, render
 from rlbatch.faults import FAULTS, Fault

@@ -1,0 +1,290 @@
+"""Faults that people reported in public, as small inputs with the right answer; and their clean twins.
+
+Each name is that of the report's pattern; the numbers are those of the report where it gives any.
+"""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from builders import provenance, sample, trajectory, turn
+
+from rlbatch import parse_response
+from rlbatch.alignment import Judge, Limits, measure
+from rlbatch.assemble import to_samples
+from rlbatch.batch import NO_TARGET
+from rlbatch.collate import collate
+from rlbatch.errors import ReplyError
+from rlbatch.records import SamplingParams, VersionSpan
+from rlbatch.soundness import check_sound
+
+PROMPT = [1, 5]
+
+
+def completions_reply(ids, logprobs):
+    choice = {
+        "index": 0,
+        "text": "",
+        "logprobs": {"token_logprobs": logprobs, "tokens": ["x"] * len(logprobs)},
+        "finish_reason": "stop",
+        "stop_reason": None,
+        "token_ids": ids,
+        "prompt_token_ids": PROMPT,
+    }
+    usage = {"prompt_tokens": 2, "total_tokens": 2 + len(ids), "completion_tokens": len(ids)}
+    return {"id": "cmpl-1", "object": "text_completion", "model": "m", "choices": [choice], "usage": usage}
+
+
+def judged(
+    rows, trainer_rows, *, layout="padded", trainer_version=None, purpose="train", limits=None, **changes
+):
+    """Verdict on rows of inference logprobs against the trainer's."""
+    samples = [
+        sample(PROMPT, list(range(10, 10 + len(row))), row, trajectory_id=f"row{i}", **changes)
+        for i, row in enumerate(rows)
+    ]
+    return judged_samples(
+        samples, trainer_rows, layout=layout, trainer_version=trainer_version, purpose=purpose, limits=limits
+    )
+
+
+def judged_samples(
+    samples, trainer_rows, *, layout="padded", trainer_version=None, purpose="train", limits=None
+):
+    batch = collate(samples, layout=layout, purpose=purpose)
+    trainer = torch.zeros(batch.shape, dtype=torch.float64)
+    for segment, values in zip(batch.host_segments, trainer_rows, strict=True):
+        trainer[segment.row, segment.start : segment.stop] = torch.tensor(np.asarray(values, float))
+    judge = Judge(trainer_version=trainer_version, limits=limits or Limits())
+    judge.add(measure(batch, trainer))
+    return judge.verdict()
+
+
+def told(verdict):
+    return [(found.code, found.where.sample) for found in verdict.findings]
+
+
+def truth(num_tokens, seed=0, low=-5.0):
+    return np.random.default_rng(seed).uniform(low, -0.05, num_tokens)
+
+
+def with_bf16_noise(values, seed=1):
+    return np.minimum(values + np.random.default_rng(seed).normal(0, 0.003, len(values)), 0)
+
+
+LAYOUTS = pytest.mark.parametrize("layout", ["padded", "packed"])
+
+
+# -- ids and logprobs at the source ----------------------------------------------------------------------
+
+
+def test_eos_1_ids_that_lost_their_eos_are_a_length_mismatch_at_the_source():
+    body = completions_reply([7, 8, 9, 10, 11, 12], [-0.5, -1.0, -0.1, -0.2, -0.3, -0.4, -0.01])
+    with pytest.raises(ReplyError) as caught:
+        parse_response(body, provenance=provenance())
+    assert caught.value.code == "length-mismatch"
+    assert "7" in caught.value.findings[0].found
+    assert "6" in caught.value.findings[0].found
+    assert parse_response(completions_reply([7, 8], [-0.5, -1.0]), provenance=provenance())
+
+
+@LAYOUTS
+def test_eos_1_lists_cut_to_one_length_are_shifted(layout):
+    values = truth(24)
+    others = [truth(24, seed) for seed in (1, 2)]
+    verdict = judged([[-0.3, *values[:-1]], *others], [values, *others], layout=layout)
+    assert told(verdict) == [("shifted", 0)]
+    assert "at lag -1" in verdict.findings[0].found
+
+
+@LAYOUTS
+def test_eos_4_an_eos_put_in_afterwards_with_logprob_zero_is_zero_filled(layout):
+    rows = [truth(12, seed) for seed in range(5)]
+    trainer = [[*row[:-1], -4.6] for row in rows]
+    verdict = judged([[*row[:-1], 0.0] for row in rows], trainer, layout=layout)
+    assert told(verdict) == [("zero-filled", index) for index in range(5)]
+    assert all((found.where.start, found.where.stop) == (13, 14) for found in verdict.findings)
+
+
+def test_retok_1_a_padded_tail_is_zero_filled():
+    values = truth(10)
+    verdict = judged([[*values[:8], 0.0, 0.0]], [values])
+    assert told(verdict) == [("zero-filled", 0)]
+    assert (verdict.findings[0].where.start, verdict.findings[0].where.stop) == (10, 12)
+
+
+@LAYOUTS
+def test_shift_1_trainer_logprobs_one_slot_left_are_lag_minus_one(layout):
+    rows = [truth(32, seed) for seed in range(4)]
+    verdict = judged(rows, [np.roll(row, -1) for row in rows], layout=layout)
+    assert told(verdict) == [("shifted", index) for index in range(4)]
+    assert all("at lag -1" in found.found for found in verdict.findings)
+
+
+# -- values that stand for nothing -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("at", [[0], [3, 20, 41], [47, 48, 49]])
+def test_fill_1_a_buffer_of_zeros_is_zero_filled_at_its_positions(at):
+    values = np.full(50, -3.0) - np.arange(50) % 7 * 0.3
+    inference = with_bf16_noise(values)
+    inference[at] = 0.0
+    verdict = judged([inference], [values])
+    assert told(verdict) == [("zero-filled", 0)]
+    assert (verdict.findings[0].where.start, verdict.findings[0].where.stop) == (2 + at[0], 3 + at[-1])
+    assert f"0 at {len(at)} of 50" in verdict.findings[0].found
+
+
+def test_fill_2_all_zeros_are_zero_filled():
+    rows = [truth(64, seed) for seed in (0, 1)]
+    assert told(judged([[0.0] * 64] * 2, rows)) == [("zero-filled", 0), ("zero-filled", 1)]
+
+
+@pytest.mark.parametrize("value", [1.0, 5.0, 123.7])
+def test_fill_6_and_num_2_anything_above_zero_is_positive(value):
+    bad = sample(PROMPT, [7, 8, 9], [-0.5, value, -0.7])
+    assert [found.code for found in check_sound([bad], purpose="train")] == ["logprob-positive"]
+    assert told(judged_samples([bad], [[-0.5, -0.6, -0.7]])) == [("logprob-positive", 0)]
+
+
+def test_sent_1_nan_or_null_is_named_with_its_count():
+    with pytest.raises(ReplyError) as caught:
+        parse_response(completions_reply([7, 8, 9], [-0.5, None, -0.7]), provenance=provenance())
+    assert caught.value.code == "logprob-missing"
+    bad = sample(PROMPT, [7, 8, 9], [-0.5, float("nan"), float("nan")])
+    (found,) = check_sound([bad], purpose="train")
+    assert (found.code, found.where.start) == ("logprob-missing", 3)
+    assert "2 such tokens" in found.found
+
+
+def test_sent_3_a_log_ratio_of_89_is_pointed_out_and_every_metric_stays_finite():
+    values = truth(30)
+    inference = values.copy()
+    inference[11] = values[11] - 89
+    verdict = judged([inference], [values])
+    assert told(verdict) == [("ratio-tail", 0)]
+    assert all(np.isfinite(value) for value in verdict.metrics.values())
+
+
+# -- another distribution, another vocabulary ------------------------------------------------------------
+
+
+def test_sem_2_raw_values_at_another_temperature_are_refused_before_any_arithmetic():
+    how = provenance(logprobs_mode="raw", sampling=SamplingParams(temperature=0.7))
+    made = sample(PROMPT, [7, 8], [-0.5, -1.0], provenance=how)
+    (found,) = check_sound([made], purpose="train")
+    assert (found.code, found.severity) == ("incomparable", "error")
+    assert "raw logprobs of tokens sampled with temperature 0.7" in found.found
+
+
+def test_vocab_1_an_id_beyond_the_vocabulary_is_named_in_prompt_or_completion():
+    for made in (sample([1, 248090], [7], [-0.5]), sample([1, 5], [248090], [-0.5])):
+        (found,) = check_sound([made], purpose="train", vocab_size=248077)
+        assert found.code == "token-out-of-range"
+        assert "248090" in found.found
+
+
+# -- masks and normalisers -------------------------------------------------------------------------------
+
+
+def test_mask_1_metrics_are_of_trained_tokens_only():
+    first, values = turn(PROMPT, [10, 11, 12], [-1.0, -2.0, -3.0]), [-1.01, -2.01, -3.01]
+    plain = to_samples(trajectory(first, turn([*PROMPT, 10, 11, 12], [13], [-1.0])))
+    tools = to_samples(trajectory(first, turn([*PROMPT, 10, 11, 12, *[30] * 40], [13], [-1.0])))
+    verdicts = [judged_samples(samples, [values, [-1.01]]) for samples in (plain, tools)]
+    assert verdicts[0].metrics == verdicts[1].metrics
+
+
+def test_mask_3_a_live_header_was_never_sampled():
+    made = sample([1, 5, 3, 69, 203], [7, 8, 4], [-0.1, -0.2, -0.3])
+    mask = made.loss_mask.copy()
+    mask[2:5] = True
+    (found,) = check_sound([replace(made, loss_mask=mask)], purpose="train")
+    assert (found.code, found.where.start, found.where.stop) == ("mask-without-logprob", 2, 5)
+
+
+@LAYOUTS
+def test_pack_3_the_last_slot_of_a_sequence_has_no_target(layout):
+    samples = [sample([1, 5], [7], [-0.1]), sample([1], [8, 9], [-0.2, -0.3])]
+    samples = [replace(made, loss_mask=np.ones(len(made), bool)) for made in samples]
+    batch = collate(samples, layout=layout)
+    assert not batch.loss_mask[batch.target_ids == NO_TARGET].any()
+    assert int((batch.target_ids == NO_TARGET).sum()) == 2
+
+
+def test_norm_5_no_live_token_gives_no_nan():
+    made = sample(PROMPT, [7, 8], [-0.1, -0.2])
+    verdict = judged_samples([replace(made, loss_mask=np.zeros(4, bool))], [[-0.1, -0.2]])
+    assert all(np.isfinite(value) for value in verdict.metrics.values())
+    assert verdict.judged is False
+
+
+# -- clean twins: nothing may be raised ------------------------------------------------------------------
+
+
+@LAYOUTS
+def test_clean_a_healthy_batch_with_a_kld_of_0_028(layout):
+    rng = np.random.default_rng(0)
+    rows = [truth(100, seed) for seed in range(16)]
+    trainer = [np.minimum(row + rng.normal(-0.028, 0.24, len(row)), 0) for row in rows]
+    verdict = judged(rows, trainer, layout=layout)
+    assert verdict.findings == ()
+    assert verdict.judged is True
+    assert 0.02 < verdict.metrics["rlbatch/inference_kld/mean"] < 0.04
+
+
+@pytest.mark.parametrize("sampling", [{"top_p": 0.5}, {"top_k": 1}, {"structured_output": True}])
+def test_clean_exact_zeros_of_a_kept_set_of_one(sampling):
+    how = provenance(sampling=SamplingParams(temperature=1.0, **sampling))
+    verdict = judged([[0.0, 0.0, -0.4, 0.0]], [[-0.3, -0.1, -0.9, -0.6]], purpose="audit", provenance=how)
+    assert told(verdict) == [("incomparable", 0)]
+    assert verdict.findings[0].severity == "warning"
+
+
+def test_clean_data_several_versions_old():
+    rng = np.random.default_rng(0)
+    rows = [truth(200, seed) for seed in range(8)]
+    trainer = [np.minimum(row + rng.normal(0, 0.6, len(row)), 0) for row in rows]
+    spans = (VersionSpan(label="3", start=0, stop=200),)
+    verdict = judged(rows, trainer, trainer_version=7, policy_versions=spans)
+    assert {found.severity for found in verdict.findings} <= {"warning"}
+
+
+def test_clean_forced_tokens_whose_probability_is_one():
+    verdict = judged([[0.0] * 40], [[-1e-7] * 40])
+    assert verdict.findings == ()
+
+
+def test_clean_a_peaked_row_of_sixteen_tokens_with_bf16_noise():
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        values = -rng.exponential(0.004, 16)
+        values[rng.integers(16)] = -rng.uniform(0.5, 3)
+        noisy = np.minimum(values * (1 + rng.normal(0, 0.02, 16)), 0)
+        assert judged([noisy], [values]).findings == ()
+
+
+def test_clean_anything_under_the_mask():
+    made = sample(PROMPT, [7, 8, 9, 10], [-0.1, -0.2, -0.3, -0.4])
+    mask = made.loss_mask.copy()
+    mask[3] = False
+    verdicts = []
+    for rubbish in (-0.2, float("nan"), 1100.0, -1e10):
+        logprobs = made.inference_logprobs.copy()
+        logprobs[3] = rubbish
+        masked = replace(made, loss_mask=mask, inference_logprobs=logprobs)
+        verdicts.append(judged_samples([masked], [[-0.1, rubbish, -0.3, -0.4]]))
+    assert all(verdict.findings == () for verdict in verdicts)
+    assert all(verdict.metrics == verdicts[0].metrics for verdict in verdicts)
+
+
+def test_clean_sentinels_among_the_alternatives_that_were_not_sampled(data_dir):
+    recording = json.loads(
+        (data_dir / "replies/fp32_processed/completions_ids_lp5_t1_topk2.json").read_text()
+    )
+    assert "-9999.0" in json.dumps(recording["response"])
+    how = provenance(sampling=SamplingParams(temperature=1.0, top_k=2))
+    (made,) = parse_response(recording["response"], provenance=how)
+    assert (made.inference_logprobs > -100).all()
