@@ -56,8 +56,8 @@ def varied_samples() -> list[Sample]:
         group_id=None,
         reward=None,
         finish_reasons=(),
-        sample_id="",
-        trajectory_id="",
+        sample_id="2",
+        trajectory_id="2",
     )
     foreign = dataclasses.replace(
         plain_sample(4, num_tokens=3),

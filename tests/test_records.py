@@ -45,6 +45,14 @@ def test_the_one_list_of_fields_is_the_sample():
         ("turn", np.array([-1, -2, 0, 0], np.int16), "one provenance a turn"),
         ("turn", np.array([0, 0, 0, 0], np.int16), "expected token 0 to be of a prompt"),
         ("num_siblings", 0, "0 <= sibling < num_siblings"),
+        ("num_siblings", 1 << 63, "0 <= sibling < num_siblings"),
+        ("sibling", False, "sibling: expected int"),
+        ("sample_id", 7, "sample_id: expected text"),
+        ("trajectory_id", None, "trajectory_id: expected text"),
+        ("group_id", b"g", "group_id: expected text or None"),
+        ("reward", "1", "reward: expected a number"),
+        ("finish_reasons", (3,), "finish_reasons: expected one of"),
+        ("provenances", ("vllm",), "expected Provenance, found str"),
     ],
 )
 def test_a_sample_whose_structure_cannot_be_right_is_refused(field, value, says):
@@ -105,7 +113,7 @@ def test_a_reward_is_kept_as_a_float_whatever_number_it_was(value):
 def test_a_trajectory_needs_turns_and_a_name():
     with pytest.raises(RecordError, match="at least one turn"):
         Trajectory(trajectory_id="a", turns=())
-    with pytest.raises(RecordError, match="expected a name"):
+    with pytest.raises(RecordError, match="trajectory_id: expected text"):
         Trajectory(trajectory_id="", turns=(turn([1], [2], [-1.0]),))
     with pytest.raises(RecordError, match="expected Turn, found int"):
         Trajectory(trajectory_id="a", turns=(3,))
@@ -129,6 +137,10 @@ def test_sampling_params_are_of_the_right_kind(changes, says):
         SamplingParams(**changes)
 
 
+def test_numbers_are_kept_as_floats_so_that_equal_parameters_are_identical():
+    assert identical(SamplingParams(temperature=1, top_p=1), SamplingParams(temperature=1.0, top_p=1.0))
+
+
 def test_temperature_has_no_default():
     with pytest.raises(TypeError):
         SamplingParams()
@@ -139,7 +151,10 @@ def test_temperature_has_no_default():
     [
         ({"logprobs_mode": "logits"}, "processed, raw, unknown"),
         ({"sampling": {"temperature": 1}}, "expected SamplingParams"),
-        ({"engine": ""}, "engine's name"),
+        ({"engine": ""}, "engine: expected text"),
+        ({"vocab_size": np.int64(128)}, "vocab_size: expected int"),
+        # Two surrogates that JSON would give back as one character.
+        ({"model": "\ud83d\ude42"}, "UTF-8"),
         ({"vocab_size": 0}, "vocab_size"),
     ],
 )

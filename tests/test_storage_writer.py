@@ -1,6 +1,5 @@
 """Writing: whole files only, whatever happens to the writer, and bounds that hold."""
 
-import dataclasses
 import json
 import os
 import resource
@@ -206,8 +205,8 @@ def test_block_that_raises_with_nothing_collected_gets_no_note(tmp_path: Path) -
 def test_sample_that_cannot_be_stored_is_not_taken(tmp_path: Path) -> None:
     with open_writer(tmp_path) as writer:
         writer.append(plain_sample(1))
-        with pytest.raises(StorageError, match="reward"):
-            writer.append(dataclasses.replace(plain_sample(2), reward="high"))
+        with pytest.raises(StorageError, match="expected: a Sample"):
+            writer.append({"token_ids": [1]})
         writer.append(plain_sample(3))
     assert [sample.sample_id for sample in open_reader(tmp_path)] == ["task/1#0.0", "task/3#0.0"]
 

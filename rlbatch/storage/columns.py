@@ -100,7 +100,7 @@ class Encoded:
 
 
 def encode(samples: Sequence[Sample]) -> Encoded:
-    """Samples as arrays and documents; they have passed `rlbatch.storage.vetting`."""
+    """Samples as arrays and documents."""
     offsets = _boundaries([len(sample) for sample in samples])
     provenances, provenance_list = _indexed([sample.provenances for sample in samples], provenance_text)
     finish_reasons, finish_reason_list = _indexed([sample.finish_reasons for sample in samples], json.dumps)

@@ -155,6 +155,6 @@ def _reopen(paths: Sequence[str], leftovers: Sequence[str]) -> ShardReader:
 
 
 def _distinct(shards: Sequence[Shard]) -> tuple[Provenance, ...]:
-    # By JSON, as in the shards: 1 and 1.0 are equal, but not identical.
+    # By JSON, as in the shards: 0.0 and -0.0 are equal, but not identical.
     texts = {provenance_text(item): item for shard in shards for item in shard.provenances}
     return tuple(texts.values())

@@ -20,7 +20,6 @@ from rlbatch.storage.files import (
     write_atomically,
 )
 from rlbatch.storage.format import order, render_header
-from rlbatch.storage.vetting import Vetting
 
 DEFAULT_MAX_SAMPLES = 1024
 DEFAULT_MAX_TOKENS = 1 << 22
@@ -38,13 +37,12 @@ def write_shard(path: str | Path, samples: Sequence[Sample]) -> None:
         samples: at least one.
 
     Raises:
-        StorageError: write-failed, there is nothing to write, a value that a shard cannot hold, a file of
-            that name, or the system refused; nothing is left behind.
+        StorageError: write-failed, there is nothing to write, something that is no sample, a file of that
+            name, or the system refused; nothing is left behind.
     """
     path = Path(path)
-    vetting = Vetting()
     for index, sample in enumerate(samples):
-        _require_storable(vetting, path, index, sample)
+        _require_sample(path, index, sample)
     _write(path, samples)
 
 
@@ -124,7 +122,7 @@ class ShardWriter:
         """
         if self._closed:
             raise _refuse(self.directory, "a writer in its `with` block", "a closed one", fix="open another")
-        _require_storable(self._vetting, self.directory, len(self._samples), sample)
+        _require_sample(self.directory, len(self._samples), sample)
         if len(self._samples) == self._max_samples or self._num_tokens + len(sample) > self._max_tokens:
             self.flush()
         self._samples.append(sample)
@@ -148,7 +146,6 @@ class ShardWriter:
     def _start(self) -> None:
         self._samples: list[Sample] = []
         self._num_tokens = 0
-        self._vetting = Vetting()
 
 
 def _write(path: Path, samples: Sequence[Sample]) -> None:
@@ -161,18 +158,16 @@ def _write(path: Path, samples: Sequence[Sample]) -> None:
     write_atomically(path, [header, *(values for _, values in arrays)])
 
 
-def _require_storable(vetting: Vetting, path: Path, index: int, sample: object) -> None:
-    complaint = vetting.complaint(sample)
-    if complaint is not None:
-        expected, found = complaint
+def _require_sample(path: Path, index: int, sample: object) -> None:
+    if not isinstance(sample, Sample):
         raise refusal(
             "write-failed",
             path,
             sample=index,
-            expected=expected,
-            found=found,
-            likely="the value was not converted to a plain Python one",
-            fix="convert it where the sample is made",
+            expected="a Sample",
+            found=type(sample).__name__,
+            likely="a mistake in the call",
+            fix="make samples with rlbatch.to_samples",
         )
 
 

@@ -1,0 +1,36 @@
+"""The nouns: `Turn -> Trajectory -> Sample`, with `Provenance` and the one list of per-token fields.
+
+Construction checks structure only (types, dtypes, equal lengths, ids >= 0) and raises `RecordError`.
+Whether values make sense is for `rlbatch.soundness` to say, so that faults can be represented and named.
+Knows nothing of engines, files or tensors; numpy only.
+"""
+
+from rlbatch.records.comparison import identical
+from rlbatch.records.provenance import LOGPROBS_MODES, LogprobsMode, Provenance, Purpose, SamplingParams
+from rlbatch.records.sample import Origin, Sample, Segment, origins_of, sampled_segments
+from rlbatch.records.token_fields import TOKEN_FIELDS, UNKNOWN_VERSION, Align, TokenField
+from rlbatch.records.turn import FINISH_REASONS, FinishReason, Trajectory, Turn, Usage, VersionSpan
+
+__all__ = [
+    "Align",
+    "FINISH_REASONS",
+    "FinishReason",
+    "LOGPROBS_MODES",
+    "LogprobsMode",
+    "Origin",
+    "Provenance",
+    "Purpose",
+    "Sample",
+    "SamplingParams",
+    "Segment",
+    "TOKEN_FIELDS",
+    "TokenField",
+    "Trajectory",
+    "Turn",
+    "UNKNOWN_VERSION",
+    "Usage",
+    "VersionSpan",
+    "identical",
+    "origins_of",
+    "sampled_segments",
+]

@@ -1,0 +1,143 @@
+"""`SamplingParams` and `Provenance`: how tokens were drawn, and what their logprobs therefore are.
+
+An engine's reply does not say it. The rules of what may be compared with what are here and nowhere else.
+"""
+
+from dataclasses import dataclass, fields
+from typing import Literal, TypeAlias
+
+from rlbatch.errors import RecordError
+from rlbatch.records.structure import check_scalar, check_text, keep_number, kind_of
+
+LogprobsMode: TypeAlias = Literal["processed", "raw", "unknown"]
+Purpose: TypeAlias = Literal["train", "audit"]
+
+LOGPROBS_MODES: tuple[LogprobsMode, ...] = ("processed", "raw", "unknown")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """Everything that was in force when tokens were drawn; a neutral value means it was off."""
+
+    temperature: float
+    """0 is greedy. Required: no engine default is the same everywhere."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 is off (vLLM's -1)."""
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: bool = False
+    allowed_token_ids: bool = False
+    bad_words: bool = False
+    min_tokens: int = 0
+    structured_output: bool = False
+
+    def __post_init__(self) -> None:
+        for spec in fields(self):
+            check_scalar(f"SamplingParams.{spec.name}", getattr(self, spec.name), spec.type)
+            if spec.type is float:
+                keep_number(self, spec.name)
+        if not (0 <= self.temperature < float("inf")):
+            raise RecordError(
+                f"SamplingParams.temperature: expected finite and >= 0, found {self.temperature}"
+            )
+        if self.top_k < 0:
+            raise RecordError(f"SamplingParams.top_k: expected >= 0 (0 is off), found {self.top_k}")
+        if not (0 < self.top_p <= 1):
+            raise RecordError(f"SamplingParams.top_p: expected 0 < top_p <= 1, found {self.top_p}")
+
+    @property
+    def greedy(self) -> bool:
+        """Tokens were the most probable ones, not draws."""
+        return self.temperature == 0
+
+    @property
+    def truncated(self) -> bool:
+        """Drawn from a kept set, renormalised (greedy decoding keeps no set)."""
+        return not self.greedy and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
+
+    @property
+    def reshaped(self) -> bool:
+        """Something besides temperature and truncation changed the distribution."""
+        return (
+            self.repetition_penalty != 1
+            or self.presence_penalty != 0
+            or self.frequency_penalty != 0
+            or self.min_tokens > 0
+            or self.logit_bias
+            or self.allowed_token_ids
+            or self.bad_words
+            or self.structured_output
+        )
+
+    @property
+    def neutral(self) -> bool:
+        """Drawn from the model's own softmax at temperature 1."""
+        return self.temperature == 1 and not self.truncated and not self.reshaped
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Provenance:
+    """How a turn's logprobs came to be. A reply does not say it, so the caller must."""
+
+    engine: str
+    logprobs_mode: LogprobsMode
+    """`processed`: after temperature, truncation and penalties; `raw`: of the model's own softmax."""
+    sampling: SamplingParams
+    engine_version: str | None = None
+    model: str | None = None
+    tokenizer_fingerprint: str | None = None
+    """sha256 of the tokenizer's `tokenizer.json`."""
+    dtype: str | None = None
+    vocab_size: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.logprobs_mode not in LOGPROBS_MODES:
+            raise RecordError(
+                f"Provenance.logprobs_mode: expected one of {', '.join(LOGPROBS_MODES)}, "
+                f"found {self.logprobs_mode!r}"
+            )
+        if not isinstance(self.sampling, SamplingParams):
+            raise RecordError(f"Provenance.sampling: expected SamplingParams, found {kind_of(self.sampling)}")
+        check_text(self, "engine")
+        for name in ("engine_version", "model", "tokenizer_fingerprint", "dtype"):
+            check_text(self, name, optional=True)
+        if self.vocab_size is not None:
+            check_scalar("Provenance.vocab_size", self.vocab_size, int)
+            if self.vocab_size < 1:
+                raise RecordError(f"Provenance.vocab_size: expected >= 1, found {self.vocab_size}")
+        object.__setattr__(self, "eos_token_ids", tuple(int(token_id) for token_id in self.eos_token_ids))
+
+    @property
+    def gives_behaviour_logprobs(self) -> bool:
+        """The engine's values are those of the distribution that was sampled from.
+
+        True for processed values, and for others where that distribution was the plain softmax.
+        """
+        return self.logprobs_mode == "processed" or self.sampling.neutral
+
+    @property
+    def trainable(self) -> bool:
+        """Behaviour logprobs that a trainer can reproduce from its logits and a temperature alone."""
+        if self.sampling.greedy or self.sampling.truncated or self.sampling.reshaped:
+            return False
+        return self.gives_behaviour_logprobs
+
+    @property
+    def auditable(self) -> bool:
+        """Values that can be compared with a trainer's.
+
+        Raw ones at temperature 1 whatever was in force, except a grammar: its mask reaches vLLM's raw values.
+        """
+        if self.logprobs_mode == "raw":
+            return not self.sampling.structured_output
+        if self.sampling.greedy:
+            return self.logprobs_mode == "processed" and not self.sampling.reshaped
+        return self.trainable
+
+    def comparable(self, purpose: Purpose) -> bool:
+        """Whether the turn's logprobs are judged against a trainer's for this purpose."""
+        return self.trainable if purpose == "train" else self.auditable

@@ -1,0 +1,172 @@
+"""`Sample`: one trainable flat sequence, with the runs of sampled tokens in it, and where it came from."""
+
+from collections.abc import Sequence, Sized
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlbatch.errors import RecordError
+from rlbatch.records.provenance import LogprobsMode, Provenance
+from rlbatch.records.structure import (
+    check_ids,
+    check_length,
+    check_scalar,
+    check_text,
+    freeze,
+    keep_number,
+    kind_of,
+)
+from rlbatch.records.token_fields import TOKEN_FIELDS
+from rlbatch.records.turn import FINISH_REASONS, FinishReason
+
+MAX_SIBLINGS = 2**63 - 1
+"""What a shard's int64 holds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Sample:
+    """One trainable flat sequence. Every per-token field has length T; entry t is about token t."""
+
+    token_ids: NDArray[np.int32]
+    inference_logprobs: NDArray[np.float32]
+    """[T] nats; NaN where not sampled."""
+    loss_mask: NDArray[np.bool_]
+    """[T]; True = token t is trained."""
+    advantages: NDArray[np.float32]
+    """[T]; 0 where not sampled."""
+    policy_version: NDArray[np.int32]
+    """[T]; version of the weights that drew token t; -1 where not sampled or unknown."""
+    temperature: NDArray[np.float32]
+    """[T]; what token t's logits were divided by in `inference_logprobs`; 1 where not sampled."""
+    turn: NDArray[np.int16]
+    """[T]; the turn that sampled token t; -1 where not sampled."""
+    raw_inference_logprobs: NDArray[np.float32] | None = None
+    """[T] nats at temperature 1; NaN where absent."""
+    teacher_logprobs: NDArray[np.float32] | None = None
+    """[T] nats; NaN where not trained."""
+    ref_logprobs: NDArray[np.float32] | None = None
+    """[T] nats; NaN where not trained."""
+    proximal_logprobs: NDArray[np.float32] | None = None
+    """[T] nats; NaN where not trained."""
+    sample_id: str
+    trajectory_id: str
+    group_id: str | None = None
+    reward: float | None = None
+    sibling: int = 0
+    """Which of its trajectory's samples this is."""
+    num_siblings: int = 1
+    """How many samples its trajectory became; more than 1 where a prompt did not extend what came before."""
+    provenances: tuple[Provenance, ...]
+    """Indexed by `turn`."""
+    finish_reasons: tuple[FinishReason | None, ...] = ()
+    """Indexed by `turn`; empty where nobody said."""
+
+    def __post_init__(self) -> None:
+        for spec in TOKEN_FIELDS:
+            if spec.optional and getattr(self, spec.name) is None:
+                continue
+            freeze(self, spec.name, spec.dtype)
+            check_length(self, spec.name, len(self.token_ids))
+        object.__setattr__(self, "provenances", tuple(self.provenances))
+        object.__setattr__(self, "finish_reasons", tuple(self.finish_reasons))
+        self._check_names()
+        self._check_tokens()
+
+    def _check_names(self) -> None:
+        check_text(self, "sample_id")
+        check_text(self, "trajectory_id")
+        check_text(self, "group_id", optional=True)
+        keep_number(self, "reward")
+        for name in ("sibling", "num_siblings"):
+            check_scalar(f"Sample.{name}", getattr(self, name), int)
+        if not 0 <= self.sibling < self.num_siblings <= MAX_SIBLINGS:
+            raise RecordError(
+                f"Sample {self.sample_id!r}: expected 0 <= sibling < num_siblings, "
+                f"found {self.sibling} of {self.num_siblings}"
+            )
+        for provenance in self.provenances:
+            if not isinstance(provenance, Provenance):
+                raise RecordError(f"Sample.provenances: expected Provenance, found {kind_of(provenance)}")
+        for reason in self.finish_reasons:
+            if reason is not None and reason not in FINISH_REASONS:
+                known = ", ".join(FINISH_REASONS)
+                raise RecordError(f"Sample.finish_reasons: expected one of {known}, found {reason!r}")
+
+    def _check_tokens(self) -> None:
+        if len(self.token_ids) == 0:
+            raise RecordError(f"Sample {self.sample_id!r}: expected at least one token, found none")
+        check_ids(self, "token_ids")
+        if self.turn[0] != -1:
+            raise RecordError(
+                f"Sample {self.sample_id!r}: expected token 0 to be of a prompt (nothing precedes it that "
+                f"could predict it), found it sampled in turn {int(self.turn[0])}"
+            )
+        first, last = int(self.turn.min()), int(self.turn.max())
+        if last >= len(self.provenances) or first < -1:
+            raise RecordError(
+                f"Sample {self.sample_id!r}: expected turns -1 to {len(self.provenances) - 1} "
+                f"(one provenance a turn), found {first} to {last}"
+            )
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def logprobs_modes(self) -> frozenset[LogprobsMode]:
+        """What its turns' logprobs are of; one batch takes one kind."""
+        return frozenset(provenance.logprobs_mode for provenance in self.provenances)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """Where a sample was read from: what a finding prints."""
+
+    path: str | None
+    """The file; None where it was never stored."""
+    index: int
+    """Its index in that file, or in the list at hand."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """One run of sampled tokens of one turn: the unit of every statistic and every verdict.
+
+    In a `Sample` positions are tokens and `row` is 0; in a `Batch` they are the positions that predict those
+    tokens.
+    """
+
+    row: int
+    start: int
+    stop: int
+    turn: int
+
+
+def origins_of(samples: Sized, origins: Sequence[Origin] | None) -> Sequence[Origin]:
+    """The origins given, one a sample; without any, the places in the list.
+
+    Raises:
+        RecordError: not as many origins as samples.
+    """
+    if origins is None:
+        return [Origin(path=None, index=index) for index in range(len(samples))]
+    if len(origins) != len(samples):
+        raise RecordError(f"origins: expected {len(samples)}, one a sample, found {len(origins)}")
+    return origins
+
+
+def sampled_segments(turn: NDArray[np.int16], *, row: int = 0) -> list[Segment]:
+    """The runs of equal `turn` >= 0 in one row of [T] turn indices.
+
+    Example:
+        [-1, 0, 0, -1, 1] -> tokens 1:3 of turn 0 and 4:5 of turn 1
+    """
+    if not len(turn):
+        return []
+    edges = (np.flatnonzero(np.diff(turn)) + 1).tolist()
+    starts, stops = [0, *edges], [*edges, len(turn)]
+    return [
+        Segment(row=row, start=start, stop=stop, turn=int(turn[start]))
+        for start, stop in zip(starts, stops, strict=True)
+        if turn[start] >= 0
+    ]

@@ -1,0 +1,76 @@
+"""Checks of structure that records share: types, dtypes, lengths. Each names the record and the field."""
+
+from typing import Any
+
+import numpy as np
+
+from rlbatch.errors import RecordError
+
+
+def freeze(record: object, name: str, dtype: np.dtype[Any] | type[np.generic]) -> None:
+    """Keep the field as a read-only view; nothing is cast, nothing is copied."""
+    label = f"{type(record).__name__}.{name}"
+    value = getattr(record, name)
+    if not isinstance(value, np.ndarray):
+        raise RecordError(f"{label}: expected a numpy array of {np.dtype(dtype)}, found {kind_of(value)}")
+    if value.dtype != dtype:
+        raise RecordError(f"{label}: expected dtype {np.dtype(dtype)}, found {value.dtype}")
+    if value.ndim != 1:
+        raise RecordError(f"{label}: expected one dimension, found shape {list(value.shape)}")
+    view = value.view()
+    view.flags.writeable = False
+    object.__setattr__(record, name, view)
+
+
+def check_length(record: object, name: str, expected: int) -> None:
+    """Refuse a field of another length."""
+    found = len(getattr(record, name))
+    if found != expected:
+        label = f"{type(record).__name__}.{name}"
+        raise RecordError(f"{label}: expected {expected} entries, one a token, found {found}")
+
+
+def check_ids(record: object, name: str) -> None:
+    """Refuse negative ids."""
+    ids = getattr(record, name)
+    if len(ids) and int(ids.min()) < 0:
+        at = int(np.argmax(ids < 0))
+        label = f"{type(record).__name__}.{name}"
+        raise RecordError(f"{label}: expected ids >= 0, found {int(ids[at])} at token {at}")
+
+
+def keep_number(record: object, name: str) -> None:
+    """Store a Python float for any real number, so that equal records are identical."""
+    value = getattr(record, name)
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.number)):
+        raise RecordError(f"{type(record).__name__}.{name}: expected a number, found {value!r}")
+    object.__setattr__(record, name, float(value))
+
+
+def check_text(record: object, name: str, *, optional: bool = False) -> None:
+    """Refuse what is not text that UTF-8 can hold; `optional` allows None and the empty text."""
+    value = getattr(record, name)
+    if value is None and optional:
+        return
+    label = f"{type(record).__name__}.{name}"
+    if not isinstance(value, str) or not (value or optional):
+        expected = "text or None" if optional else "text that is not empty"
+        raise RecordError(f"{label}: expected {expected}, found {value!r}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise RecordError(f"{label}: expected text that UTF-8 can hold, found {error.reason}") from None
+
+
+def check_scalar(label: str, value: object, kind: object) -> None:
+    """Refuse a value that is not of this kind; an int is fine as a float, a bool never is a number."""
+    allowed = {bool: (bool,), int: (int,), float: (int, float)}[kind]  # type: ignore[index]
+    if not isinstance(value, allowed) or (isinstance(value, bool) and kind is not bool):
+        raise RecordError(f"{label}: expected {getattr(kind, '__name__', kind)}, found {value!r}")
+
+
+def kind_of(value: object) -> str:
+    """The name of its type, for errors."""
+    return type(value).__name__

@@ -1,0 +1,117 @@
+"""`Turn` and `Trajectory`: what an engine was asked and what it drew, one call at a time."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlbatch.errors import RecordError
+from rlbatch.records.provenance import Provenance
+from rlbatch.records.structure import check_ids, check_length, check_text, freeze, keep_number, kind_of
+
+FinishReason: TypeAlias = Literal["stop", "length", "abort", "tool_calls"]
+
+FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort", "tool_calls")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionSpan:
+    """Half-open span of a turn's completion tokens that one version of the weights drew."""
+
+    label: str
+    """The engine's own name for the version."""
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """Token counts that the engine reported: evidence for checks, never a source of lengths."""
+
+    num_prompt_tokens: int | None = None
+    num_completion_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Turn:
+    """One engine call: the exact prompt ids, the exact sampled ids, and a logprob for each of those."""
+
+    prompt_token_ids: NDArray[np.int32]
+    """[P], P >= 1: the first sampled token needs an input to be predicted from."""
+    completion_token_ids: NDArray[np.int32]
+    """[C], C >= 0."""
+    inference_logprobs: NDArray[np.float32]
+    """[C] nats, under the distribution that was sampled from; NaN where the engine did not give that."""
+    raw_inference_logprobs: NDArray[np.float32] | None = None
+    """[C] nats, of the model's own softmax at temperature 1, where the engine gave those instead."""
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    """The stop token's id or the stop string, as the engine said."""
+    policy_versions: tuple[VersionSpan, ...] = ()
+    """Empty where the engine said nothing."""
+    provenance: Provenance
+    usage: Usage = field(default_factory=Usage)
+    text: str | None = None
+    """What the engine decoded: evidence for checks, never encoded again."""
+    request_id: str | None = None
+
+    def __post_init__(self) -> None:
+        freeze(self, "prompt_token_ids", np.int32)
+        freeze(self, "completion_token_ids", np.int32)
+        freeze(self, "inference_logprobs", np.float32)
+        num_tokens = len(self.completion_token_ids)
+        if len(self.prompt_token_ids) == 0:
+            raise RecordError("Turn.prompt_token_ids: expected at least one token, found none")
+        check_length(self, "inference_logprobs", num_tokens)
+        if self.raw_inference_logprobs is not None:
+            freeze(self, "raw_inference_logprobs", np.float32)
+            check_length(self, "raw_inference_logprobs", num_tokens)
+        check_ids(self, "prompt_token_ids")
+        check_ids(self, "completion_token_ids")
+        if self.finish_reason is not None and self.finish_reason not in FINISH_REASONS:
+            raise RecordError(
+                f"Turn.finish_reason: expected one of {', '.join(FINISH_REASONS)}, "
+                f"found {self.finish_reason!r}"
+            )
+        if not isinstance(self.provenance, Provenance):
+            raise RecordError(f"Turn.provenance: expected Provenance, found {kind_of(self.provenance)}")
+        _check_spans(self.policy_versions, num_tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Trajectory:
+    """The turns of one rollout, in order."""
+
+    trajectory_id: str
+    turns: tuple[Turn, ...]
+    group_id: str | None = None
+    """Trajectories of one prompt share it."""
+    reward: float | None = None
+    advantage: float = 0.0
+    """Given to every sampled token; computed by the user's own code."""
+    metadata: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "turns", tuple(self.turns))
+        keep_number(self, "reward")
+        keep_number(self, "advantage")
+        object.__setattr__(self, "metadata", dict(self.metadata))
+        check_text(self, "trajectory_id")
+        if not self.turns:
+            raise RecordError(f"Trajectory {self.trajectory_id!r}: expected at least one turn, found none")
+        for turn in self.turns:
+            if not isinstance(turn, Turn):
+                raise RecordError(f"Trajectory.turns: expected Turn, found {kind_of(turn)}")
+
+
+def _check_spans(spans: Iterable[VersionSpan], num_tokens: int) -> None:
+    at = 0
+    for span in spans:
+        if not at <= span.start < span.stop <= num_tokens:
+            raise RecordError(
+                f"Turn.policy_versions: expected ordered half-open spans within {num_tokens} tokens, "
+                f"found {span.start}:{span.stop} after {at}"
+            )
+        at = span.stop

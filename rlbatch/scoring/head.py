@@ -1,0 +1,112 @@
+"""The output head of a model: which ones can be overridden, and the override itself.
+
+`forward` of the existing module is overridden on the instance, never the module replaced: FSDP's hooks hang
+on the module, and gather its weight just before its forward runs. Knows nothing of whether the model's logits
+are what the head gives; `rlbatch.scoring.proof` does.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from rlbatch.batch import Batch
+from rlbatch.catalogue import finding
+from rlbatch.errors import ScoringError
+from rlbatch.scoring.transforms import LogitTransform, model_name
+from rlbatch_kernels import linear_logprobs
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def output_head(model: "PreTrainedModel") -> nn.Linear:
+    """The model's output embedding, where it is a plain linear layer that can be overridden.
+
+    Raises:
+        ScoringError: there is none; or it is quantised, adapted or otherwise computes something of its own;
+            or its forward is overridden already, by an offload hook or by this package.
+    """
+    name = model_name(model)
+    find_head = getattr(model, "get_output_embeddings", None)
+    head = None if find_head is None else find_head()
+    if head is None:
+        raise _unusable(f"a transformers model with output embeddings, in {name}", "none")
+    # Quantised and adapted layers subclass Linear and bring a forward of their own.
+    if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
+        raise _unusable(f"a plain torch.nn.Linear as the head of {name}", type(head).__name__)
+    if head.weight.dtype not in _WEIGHT_DTYPES:
+        raise _unusable(f"a float weight of at least 16 bits in the head of {name}", str(head.weight.dtype))
+    if "forward" in vars(head):
+        raise _unusable(
+            f"the head of {name} with its own forward",
+            "one that is overridden on the instance: an offload hook, or logprob_head entered twice",
+        )
+    return head
+
+
+@contextmanager
+def overridden(head: nn.Linear, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Within, the head computes `forward`; module, hooks and parameters stay as they are."""
+    head.forward = forward  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del head.forward
+
+
+def logprob_forward(head: nn.Linear, batch: Batch, transform: LogitTransform) -> Callable[[Tensor], Tensor]:
+    """A forward for `head`: hidden states [B, T, D] -> logprobs [B, T] float32 of the batch's targets."""
+
+    def forward(hidden: Tensor) -> Tensor:
+        require_whole(head.weight)
+        if hidden.shape[:-1] != batch.target_ids.shape:
+            raise ScoringError.of(
+                finding(
+                    "head-inputs",
+                    expected=f"hidden states of the batch's {list(batch.target_ids.shape)} positions",
+                    found=f"shape {list(hidden.shape)}",
+                )
+            )
+        logprobs = linear_logprobs(
+            hidden,
+            head.weight,
+            batch.target_ids,
+            temperature=batch.temperature,
+            mask=batch.loss_mask,
+            bias=head.bias,
+            logit_scale=transform.logit_scale,
+            soft_cap=transform.soft_cap,
+        )
+        # The op answers a float64 model in float64.
+        return logprobs.float()
+
+    return forward
+
+
+def require_whole(weight: Tensor) -> None:
+    """Refuse a weight that is not all here: with a part of the vocabulary the normaliser would be wrong.
+
+    Checked where the weight is used, since FSDP and ZeRO gather it only around the head's forward.
+
+    Raises:
+        ScoringError: the weight is sharded, empty, or on the meta device.
+    """
+    if isinstance(weight, DTensor):
+        found = f"a DTensor with placements {weight.placements}"
+    elif weight.is_meta:
+        found = "a weight on the meta device"
+    elif weight.numel() == 0:
+        found = f"an empty weight of shape {list(weight.shape)}"
+    else:
+        return
+    raise ScoringError.of(finding("head-sharded", expected="the head's whole weight [V, D]", found=found))
+
+
+def _unusable(expected: str, found: str) -> ScoringError:
+    return ScoringError.of(finding("head-unusable", expected=expected, found=found))

@@ -1,0 +1,45 @@
+"""`Batch` -> the keyword arguments of a transformers model: the one place that knows which form is right.
+
+Knows nothing of heads or logprobs.
+"""
+
+from typing import Literal, NotRequired, TypedDict
+
+import torch
+from torch import Tensor
+
+from rlbatch.batch import Batch
+
+
+class ModelInputs(TypedDict):
+    """Keyword arguments for `model(**inputs)`."""
+
+    input_ids: Tensor
+    """[B, T] int64."""
+    position_ids: Tensor
+    """[B, T] int64; a packed row is split into its sequences where they restart."""
+    use_cache: Literal[False]
+    attention_mask: NotRequired[Tensor]
+    """[B, T] int64, 1 at tokens; absent when packed."""
+
+
+def model_inputs(batch: Batch) -> ModelInputs:
+    """The arguments under which every sequence of the batch is attended alone.
+
+    transformers finds the boundaries of a packed row in `position_ids`, but only without a cache and without
+    an attention mask; with either it attends across them and says nothing.
+
+    Args:
+        batch: padded or packed, on the model's device.
+
+    Returns:
+        Arguments for `model(**inputs)`; tensors are the batch's own, apart from the mask.
+
+    Example:
+        packed, lengths 3 and 2: position_ids [[0, 1, 2, 0, 1]], use_cache False, no attention_mask
+    """
+    inputs = ModelInputs(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False)
+    if batch.attention_mask is not None:
+        # 0 and 1 as tokenizers give it: some models compute with the mask, which bool does not allow.
+        inputs["attention_mask"] = batch.attention_mask.to(torch.int64)
+    return inputs

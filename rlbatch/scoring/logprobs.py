@@ -1,0 +1,87 @@
+"""Trainer logprobs of a batch: the model is called in the proven form, its head gives logprobs, not logits.
+
+[T, V] in float32 never exists for all tokens at once; that is the op's doing. Knows nothing of losses.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from rlbatch.batch import Batch
+from rlbatch.catalogue import finding
+from rlbatch.errors import ScoringError
+from rlbatch.scoring.head import logprob_forward, output_head, overridden
+from rlbatch.scoring.inputs import model_inputs
+from rlbatch.scoring.isolation import require_packing_isolated
+from rlbatch.scoring.model import input_weight
+from rlbatch.scoring.proof import require_known_head
+from rlbatch.scoring.transforms import logit_transform, switched_off
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@contextmanager
+def logprob_head(model: "PreTrainedModel", batch: Batch) -> Iterator[None]:
+    """Within, `model(**model_inputs(batch)).logits` is the logprobs of the batch, not logits.
+
+    [B, T] float32 nats of `batch.target_ids` at `batch.temperature`; 0 where `loss_mask` is False; with
+    gradient where grad is enabled. The backward pass may come after. Not for two threads at once. The first
+    use of a model costs four forwards over eight tokens, in which all ranks of a sharded model take part.
+
+    Args:
+        model: with a plain linear head, tied or not; sharded by `fully_shard` or not.
+        batch: padded or packed, on the model's device.
+
+    Raises:
+        ScoringError: the head cannot be overridden, its weight is not whole when it runs, the model does
+            something unknown to its logits, or it is called with inputs of another shape.
+    """
+    require_known_head(model)
+    head = output_head(model)
+    forward = logprob_forward(head, batch, logit_transform(model))
+    with switched_off(model), overridden(head, forward):
+        yield
+
+
+def trainer_logprobs(model: "PreTrainedModel", batch: Batch) -> Tensor:
+    """Logprobs of the batch's targets under the model's weights.
+
+    Args:
+        model: as for `logprob_head`.
+        batch: padded or packed, on the model's device. The first packed batch proves that the model keeps
+            packed sequences apart, in which all ranks of a sharded model take part.
+
+    Returns:
+        [B, T] float32 nats at `batch.temperature`; 0 where `loss_mask` is False; with gradient where grad is
+        enabled.
+
+    Raises:
+        PackingLeakError: the model attends across the sequences of a packed row.
+        ScoringError: as for `logprob_head`; or a token id has no row in the input embedding.
+    """
+    _require_known_ids(model, batch)
+    if batch.layout == "packed":
+        require_packing_isolated(model)
+    with logprob_head(model, batch):
+        logprobs: Tensor = model(**model_inputs(batch)).logits
+    return logprobs
+
+
+def _require_known_ids(model: "PreTrainedModel", batch: Batch) -> None:
+    """On CUDA an id beyond the embedding is an assertion in a kernel that ends the process."""
+    num_rows = input_weight(model).shape[0]
+    beyond = (batch.input_ids < 0) | (batch.input_ids >= num_rows)
+    if not bool(beyond.any()):
+        return
+    row, position = beyond.nonzero()[0].tolist()
+    raise ScoringError.of(
+        finding(
+            "token-out-of-range",
+            expected=f"ids from 0 to {num_rows - 1}, the rows of the model's input embedding",
+            found=f"{int(batch.input_ids[row, position])} in row {row}, position {position} of the batch "
+            f"({int(beyond.sum())} such tokens)",
+        )
+    )

@@ -1,0 +1,165 @@
+"""Loading a model from a directory: what is refused, and that nothing is filled in."""
+
+import hashlib
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+import scoring_cases as cases
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from rlbatch.errors import ScoringError, StorageError
+from rlbatch.scoring import load_model, model_vocab_size, tokenizer_fingerprint
+
+
+@pytest.fixture
+def directory(tinylm_dir, tmp_path):
+    """A copy of the tiny model to damage."""
+    return shutil.copytree(tinylm_dir, tmp_path / "model")
+
+
+def _load(path, device="cpu", dtype=torch.float32):
+    return load_model(path, device=device, dtype=dtype)
+
+
+def _rewrite(directory, change):
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def test_weights_are_those_of_the_file_in_eval_mode(tinylm_dir, device):
+    model = _load(tinylm_dir, device)
+    stored = load_file(tinylm_dir / "model.safetensors")
+    loaded = model.state_dict()
+    assert set(stored) <= set(loaded)
+    assert all(torch.equal(loaded[name].cpu(), tensor) for name, tensor in stored.items())
+    assert not any(module.training for module in model.modules())
+    assert model.device.type == device.type
+
+
+def test_dtype_is_the_one_asked_for(tinylm_dir):
+    model = _load(str(tinylm_dir), dtype=torch.bfloat16)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+
+
+def test_tied_weights_count_as_present(tmp_path):
+    config = cases.CONFIGS["llama"]()
+    config.tie_word_embeddings = True
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
+    model = _load(tmp_path)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_a_missing_directory_is_named(tmp_path):
+    with pytest.raises(StorageError, match=r"\[file-unusable\] .*nothing-here") as caught:
+        _load(tmp_path / "nothing-here")
+    assert caught.value.code == "file-unusable"
+
+
+def test_a_missing_config_is_named(directory):
+    (directory / "config.json").unlink()
+    with pytest.raises(StorageError, match=r"expected: a directory with config.json"):
+        _load(directory)
+
+
+def test_a_config_that_is_not_json_is_refused(directory):
+    (directory / "config.json").write_text("{")
+    with pytest.raises(StorageError, match="not a valid JSON file"):
+        _load(directory)
+
+
+def test_missing_weights_are_refused(directory):
+    (directory / "model.safetensors").unlink()
+    with pytest.raises(StorageError, match=r"no file named model\.safetensors"):
+        _load(directory)
+
+
+def test_truncated_weights_are_refused(directory):
+    path = directory / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:100_000])
+    with pytest.raises(StorageError, match=r"SafetensorError"):
+        _load(directory)
+
+
+def test_a_weight_that_is_not_in_the_file_is_not_drawn_at_random(directory):
+    _rewrite(directory, lambda tensors: tensors.pop("model.layers.0.mlp.up_proj.weight"))
+    with pytest.raises(StorageError, match=r"no model\.layers\.0\.mlp\.up_proj\.weight \(1 missing\)"):
+        _load(directory)
+
+
+def test_a_weight_of_another_shape_is_refused(directory):
+    _rewrite(
+        directory, lambda tensors: tensors.update({"lm_head.weight": tensors["lm_head.weight"][:9].clone()})
+    )
+    with pytest.raises(StorageError, match="file-unusable"):
+        _load(directory)
+
+
+def test_a_model_that_is_not_a_language_model_is_refused(directory):
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "model_type": "t5"}))
+    with pytest.raises(StorageError, match="Unrecognized configuration class"):
+        _load(directory)
+
+
+def test_code_beside_the_weights_is_never_run(directory, tmp_path):
+    config = json.loads((directory / "config.json").read_text())
+    mark = tmp_path / "ran"
+    (directory / "evil.py").write_text(f"open({str(mark)!r}, 'w')\nclass Evil: pass\n")
+    auto = {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"}
+    (directory / "config.json").write_text(json.dumps({**config, "model_type": "evil", "auto_map": auto}))
+    with pytest.raises(StorageError, match="file-unusable"):
+        _load(directory)
+    assert not mark.exists()
+
+
+def test_a_device_that_is_not_there_is_named(tinylm_dir):
+    with pytest.raises(
+        ScoringError, match=r"expected: the device cuda:99\n  found:    \d+ CUDA devices"
+    ) as caught:
+        _load(tinylm_dir, device="cuda:99")
+    assert caught.value.code == "device-missing"
+
+
+def test_nothing_is_printed(tinylm_dir, capfd):
+    _load(tinylm_dir)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_vocabulary_is_the_smaller_of_the_two_embeddings(tinylm_dir):
+    model = cases.tiny_model("llama")
+    assert model_vocab_size(model) == 96
+    model.lm_head = nn.Linear(32, 90, bias=False)
+    assert model_vocab_size(model) == 90
+    model.set_input_embeddings(nn.Embedding(80, 32))
+    assert model_vocab_size(model) == 80
+    assert model_vocab_size(model.model) == 80
+
+
+def test_a_model_without_an_embedding_table_is_refused():
+    model = cases.tiny_model("llama")
+    model.set_input_embeddings(nn.Identity())
+    with pytest.raises(
+        ScoringError, match=r"an input embedding with a weight \[V, D\]\n  found:    Identity"
+    ):
+        model_vocab_size(model)
+
+
+def test_tokenizer_fingerprint_is_the_sha256_of_its_file(tinylm_dir, tmp_path):
+    expected = hashlib.sha256((tinylm_dir / "tokenizer.json").read_bytes()).hexdigest()
+    assert tokenizer_fingerprint(tinylm_dir) == expected
+    assert tokenizer_fingerprint(tmp_path) is None
+
+
+def test_importing_scoring_does_not_import_transformers():
+    code = "import sys, rlbatch.scoring; sys.exit('transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

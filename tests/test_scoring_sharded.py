@@ -1,0 +1,121 @@
+"""Two gloo processes and fully_shard against one process and plain logits, forward and gradient."""
+
+import pytest
+import scoring_cases as cases
+import torch
+import torch.distributed as dist
+from torch import multiprocessing
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from rlbatch.collate import collate
+from rlbatch.errors import ScoringError
+from rlbatch.scoring import logprob_head, trainer_logprobs
+
+NUM_RANKS = 2
+# Gemma 2's head is tied to its embedding, which only the root's group can hold; Granite's is not.
+CASES = [("gemma2", ()), ("gemma2", ("layers",)), ("granite", ()), ("granite", ("layers", "head"))]
+
+
+def _batch(rank):
+    """Another batch a rank; packed, so that the isolation proof runs sharded too."""
+    return collate(cases.make_samples(seed=rank), layout="packed")
+
+
+def _shard(model, groups):
+    """The root and, each in a group of its own that is freed after its forward, the parts named."""
+    mesh = init_device_mesh("cpu", (NUM_RANKS,))
+    parts = {"layers": model.model.layers, "head": [model.lm_head]}
+    for module in (module for group in groups for module in parts[group]):
+        fully_shard(module, mesh=mesh, reshard_after_forward=True)
+    fully_shard(model, mesh=mesh)
+
+
+def _run_rank(rank, store, results):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=NUM_RANKS)
+    answers = {}
+    for name, groups in CASES:
+        model = cases.tiny_model(name)
+        _shard(model, groups)
+        logprobs = trainer_logprobs(model, _batch(rank))
+        logprobs.sum().backward()
+        gradients = {key: parameter.grad.full_tensor() for key, parameter in model.named_parameters()}
+        answers[name, groups] = (logprobs.detach(), gradients)
+    answers["mixed"] = _mixed_precision(rank)
+    answers["outside"] = _error_outside_the_forward(rank)
+    torch.save(answers, results / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+def _mixed_precision(rank):
+    """Logprobs of a model that computes in bfloat16, though its own weights and its answer are float32."""
+    model = cases.tiny_model("granite")
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
+    fully_shard(model, mesh=init_device_mesh("cpu", (NUM_RANKS,)), mp_policy=policy)
+    with torch.no_grad():
+        return trainer_logprobs(model, _batch(rank))
+
+
+def _error_outside_the_forward(rank):
+    """What the head says when it is called behind the back of the module whose hooks gather its weight."""
+    model = cases.tiny_model("granite")
+    _shard(model, ())
+    batch = _batch(rank)
+    trainer_logprobs(model, batch)
+    model.reshard()
+    with logprob_head(model, batch):
+        try:
+            model.lm_head(torch.zeros(*batch.target_ids.shape, 32))
+        except ScoringError as error:
+            return str(error)
+    return None
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory):
+    """What each rank computed."""
+    folder = tmp_path_factory.mktemp("sharded")
+    multiprocessing.spawn(_run_rank, args=(folder / "store", folder), nprocs=NUM_RANKS)
+    return [torch.load(folder / f"{rank}.pt") for rank in range(NUM_RANKS)]
+
+
+def _plain(model, rank):
+    """[1, T] logprobs of the rank's batch, 0 untrained, from plain logits of a whole model."""
+    rows = []
+    for sample in cases.make_samples(seed=rank):
+        ids = cases.token_ids(sample)
+        temperature = torch.tensor(sample.temperature.tolist())
+        logits = model(ids[None]).logits[0, :-1] / temperature[1:, None]
+        logprobs = logits.log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
+        rows += [logprobs * torch.tensor(sample.loss_mask.tolist())[1:], torch.zeros(1)]
+    return torch.cat(rows)[None]
+
+
+@pytest.mark.parametrize(("name", "groups"), CASES)
+def test_sharded_head_equals_one_process(name, groups, answers):
+    model = cases.tiny_model(name)
+    expected = [_plain(model, rank) for rank in range(NUM_RANKS)]
+    # fully_shard averages gradients over the ranks.
+    (sum(logprobs.sum() for logprobs in expected) / NUM_RANKS).backward()
+    for rank, answer in enumerate(answers):
+        logprobs, gradients = answer[name, groups]
+        torch.testing.assert_close(logprobs, expected[rank].detach(), atol=1e-5, rtol=0)
+        for key, parameter in model.named_parameters():
+            size = max(1.0, float(parameter.grad.abs().max()))
+            torch.testing.assert_close(gradients[key], parameter.grad, atol=1e-5 * size, rtol=0)
+
+
+def test_mixed_precision_is_allowed_for_as_the_rounding_it_is(answers):
+    model = cases.tiny_model("granite")
+    for rank, answer in enumerate(answers):
+        apart = (answer["mixed"] - _plain(model, rank)).abs().max()
+        # More than float32 would do, so it was bfloat16 indeed.
+        assert 1e-4 < apart < 0.2
+
+
+def test_a_head_called_outside_its_models_forward_is_refused(answers):
+    for answer in answers:
+        assert "[head-sharded]" in answer["outside"]
+        assert f"a {DTensor.__name__} with placements (Shard(dim=0),)" in answer["outside"]
