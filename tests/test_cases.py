@@ -156,7 +156,7 @@ def test_sent_1_nan_or_null_is_named_with_its_count():
     bad = sample(PROMPT, [7, 8, 9], [-0.5, float("nan"), float("nan")])
     (found,) = check_sound([bad], purpose="train")
     assert (found.code, found.where.start) == ("logprob-missing", 3)
-    assert "2 such tokens" in found.found
+    assert "2 of 3 tokens" in found.found
 
 
 def test_sent_3_a_log_ratio_of_89_is_pointed_out_and_every_metric_stays_finite():

@@ -4,7 +4,7 @@ Pure functions from `Evidence` (numpy, float64) to a finding. They run on suspec
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +21,7 @@ from rlbatch.alignment.limits import (
 from rlbatch.catalogue import finding
 from rlbatch.errors import Finding, Severity, Where
 from rlbatch.records import Provenance
-from rlbatch.soundness.checks import POSITIVE_TOLERANCE
+from rlbatch.soundness.values import VALUE_FAULTS, found_text
 from rlbatch_kernels import LAGS, RESIDUAL_CLIP
 
 
@@ -45,14 +45,7 @@ class Evidence:
     def where(self, tokens: NDArray[np.intp]) -> Where:
         """The span from the first to the last of `tokens`, counted in the sample."""
         start = self.place.start or 0
-        return Where(
-            path=self.place.path,
-            sample=self.place.sample,
-            trajectory=self.place.trajectory,
-            turn=self.place.turn,
-            start=start + int(tokens[0]),
-            stop=start + int(tokens[-1]) + 1,
-        )
+        return replace(self.place, start=start + int(tokens[0]), stop=start + int(tokens[-1]) + 1)
 
     @property
     def usable(self) -> NDArray[np.bool_]:
@@ -69,47 +62,22 @@ def trainer_not_finite(evidence: Evidence) -> Finding | None:
         "trainer-not-finite",
         where=evidence.where(bad),
         expected="finite trainer logprobs at trained tokens",
-        found=f"{evidence.trainer[bad[0]]} and {len(bad) - 1} more of {int(evidence.trained.sum())}",
+        found=found_text(evidence.trainer, bad, evidence.place.start or 0),
     )
 
 
-def logprob_not_finite(evidence: Evidence) -> Finding | None:
-    """Infinities on the engine's side."""
-    bad = np.flatnonzero(evidence.trained & np.isinf(evidence.inference))
-    if not len(bad):
-        return None
-    return finding(
-        "logprob-not-finite",
-        where=evidence.where(bad),
-        expected="finite inference logprobs at trained tokens",
-        found=f"{evidence.inference[bad[0]]} and {len(bad) - 1} more of {int(evidence.trained.sum())}",
-    )
-
-
-def logprob_missing(evidence: Evidence) -> Finding | None:
-    """NaN on the engine's side."""
-    bad = np.flatnonzero(evidence.trained & np.isnan(evidence.inference))
-    if not len(bad):
-        return None
-    return finding(
-        "logprob-missing",
-        where=evidence.where(bad),
-        expected="an inference logprob for each trained token",
-        found=f"NaN at {len(bad)} of {int(evidence.trained.sum())} trained tokens",
-    )
-
-
-def logprob_positive(evidence: Evidence) -> Finding | None:
-    """Values above 0 on the engine's side."""
-    bad = np.flatnonzero(evidence.usable & (evidence.inference > POSITIVE_TOLERANCE))
-    if not len(bad):
-        return None
-    return finding(
-        "logprob-positive",
-        where=evidence.where(bad),
-        expected="inference logprobs of at most 0",
-        found=f"{evidence.inference[bad].max():.6g} and {len(bad) - 1} more of {int(evidence.trained.sum())}",
-    )
+def impossible_value(evidence: Evidence) -> Finding | None:
+    """NaN, infinity or a positive value on the engine's side."""
+    for fault in VALUE_FAULTS:
+        bad = np.flatnonzero(evidence.trained & fault.test(evidence.inference))
+        if len(bad):
+            return finding(
+                fault.code,
+                where=evidence.where(bad),
+                expected=fault.expected,
+                found=found_text(evidence.inference, bad, evidence.place.start or 0),
+            )
+    return None
 
 
 def zero_filled(evidence: Evidence) -> Finding | None:
@@ -181,9 +149,7 @@ def unexplained(evidence: Evidence) -> Finding | None:
 
 CAUSES: tuple[Callable[[Evidence], Finding | None], ...] = (
     trainer_not_finite,
-    logprob_not_finite,
-    logprob_missing,
-    logprob_positive,
+    impossible_value,
     shifted,
     zero_filled,
 )

@@ -16,7 +16,8 @@ from rlbatch.alignment.measure import COLUMN, Measured
 from rlbatch.batch import Batch
 from rlbatch.catalogue import finding
 from rlbatch.errors import Finding, Where
-from rlbatch.soundness.checks import POSITIVE_TOLERANCE, in_force
+from rlbatch.soundness.checks import in_force
+from rlbatch.soundness.values import POSITIVE_TOLERANCE
 from rlbatch_kernels import LAGS
 
 

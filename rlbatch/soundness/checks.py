@@ -12,9 +12,7 @@ from numpy.typing import NDArray
 from rlbatch.catalogue import finding
 from rlbatch.errors import Finding, Where
 from rlbatch.records import Origin, Provenance, Purpose, Sample, Segment, sampled_segments
-
-POSITIVE_TOLERANCE = 1e-3
-"""Nats above 0 that rounding explains: an engine's bf16 log-sum-exp of a certain token."""
+from rlbatch.soundness.values import VALUE_FAULTS, found_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,45 +59,18 @@ def token_out_of_range(subject: Subject) -> Iterator[Finding]:
         )
 
 
-def logprob_missing(subject: Subject) -> Iterator[Finding]:
-    """NaN at tokens that an engine sampled, where its provenance promises a value."""
+def impossible_values(subject: Subject) -> Iterator[Finding]:
+    """NaN, infinities and positive values where an engine's provenance promises a logprob."""
     for segment, values in _reported(subject):
-        bad = segment.start + np.flatnonzero(np.isnan(values))
-        if len(bad):
-            yield finding(
-                "logprob-missing",
-                where=subject.where(segment.turn, bad),
-                expected=f"a logprob for each of {segment.stop - segment.start} sampled tokens",
-                found=f"NaN at token {int(bad[0])}{_more(bad)}",
-            )
-
-
-def logprob_not_finite(subject: Subject) -> Iterator[Finding]:
-    """Infinities at sampled tokens."""
-    for segment, values in _reported(subject):
-        bad = segment.start + np.flatnonzero(np.isinf(values))
-        if len(bad):
-            yield finding(
-                "logprob-not-finite",
-                where=subject.where(segment.turn, bad),
-                expected="finite logprobs",
-                found=f"{float(values[bad[0] - segment.start])} at token {int(bad[0])}{_more(bad)}",
-            )
-
-
-def logprob_positive(subject: Subject) -> Iterator[Finding]:
-    """Finite values above 0 at sampled tokens."""
-    for segment, values in _reported(subject):
-        bad = segment.start + np.flatnonzero((values > POSITIVE_TOLERANCE) & np.isfinite(values))
-        if len(bad):
-            share = len(bad) / (segment.stop - segment.start)
-            yield finding(
-                "logprob-positive",
-                where=subject.where(segment.turn, bad),
-                expected="logprobs of at most 0",
-                found=f"{float(values[bad[0] - segment.start]):.6g} at token {int(bad[0])}{_more(bad)}, "
-                f"{share:.1%} of the turn",
-            )
+        for fault in VALUE_FAULTS:
+            bad = np.flatnonzero(fault.test(values))
+            if len(bad):
+                yield finding(
+                    fault.code,
+                    where=subject.where(segment.turn, segment.start + bad),
+                    expected=fault.expected,
+                    found=found_text(values, bad, segment.start),
+                )
 
 
 def mask_without_logprob(subject: Subject) -> Iterator[Finding]:
@@ -159,9 +130,7 @@ def turn_prefix_broken(subject: Subject) -> Iterator[Finding]:
 
 CHECKS: tuple[Callable[[Subject], Iterator[Finding]], ...] = (
     token_out_of_range,
-    logprob_missing,
-    logprob_not_finite,
-    logprob_positive,
+    impossible_values,
     mask_without_logprob,
     greedy_sampled,
     incomparable,

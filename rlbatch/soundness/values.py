@@ -1,0 +1,44 @@
+"""What an engine's logprob of a sampled token cannot be: one table, for samples and for batches alike."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+POSITIVE_TOLERANCE = 1e-3
+"""Nats above 0 that rounding explains: an engine's bf16 log-sum-exp of a certain token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValueFault:
+    """One kind of impossible value."""
+
+    code: str
+    test: Callable[[NDArray[np.floating[Any]]], NDArray[np.bool_]]
+    """[N] values -> [N], True where the value is of this kind."""
+    expected: str
+
+
+def _is_positive(values: NDArray[np.floating[Any]]) -> NDArray[np.bool_]:
+    positive: NDArray[np.bool_] = (values > POSITIVE_TOLERANCE) & np.isfinite(values)
+    return positive
+
+
+VALUE_FAULTS: tuple[ValueFault, ...] = (
+    ValueFault(code="logprob-missing", test=np.isnan, expected="a logprob for each sampled token"),
+    ValueFault(code="logprob-not-finite", test=np.isinf, expected="finite logprobs"),
+    ValueFault(code="logprob-positive", test=_is_positive, expected="logprobs of at most 0"),
+)
+"""In order of precedence; no value is of two kinds."""
+
+
+def found_text(values: NDArray[np.floating[Any]], bad: NDArray[np.intp], first_token: int) -> str:
+    """The first bad value with its token, and how many there are.
+
+    Example:
+        values [-0.5, 3.0, 2.0], bad [1, 2], first token 4 -> "3 at token 5, 2 of 3 tokens"
+    """
+    at = int(bad[0])
+    return f"{float(values[at]):.6g} at token {first_token + at}, {len(bad)} of {len(values)} tokens"
