@@ -31,7 +31,8 @@ SHARDS: tuple[tuple[str, LogprobsMode], ...] = (
     ("fp32_raw__long400", "raw"),
 )
 """A shard each: temperatures 1, 0.7 and 1.3, and six completions of 400 tokens. All can be trained on."""
-DEMO: tuple[str, LogprobsMode] = ("fp32_raw__t1", "raw")
+DEMO: tuple[tuple[str, int], ...] = (("fp32_raw__t1", 29), ("fp32_raw__long400", 3))
+"""Rows of two raw recordings: short ones, and long ones in which a fault can begin half-way."""
 
 
 def main() -> None:
@@ -47,7 +48,8 @@ def main() -> None:
             for sample in recorded(name, mode, scorer):
                 writer.append(sample)
             writer.flush()
-    write_shard(arguments.demo, [with_trainer(sample, scorer) for sample in recorded(*DEMO, scorer)])
+    rows = [row for name, count in DEMO for row in list(recorded(name, "raw", scorer))[:count]]
+    write_shard(arguments.demo, [with_trainer(sample, scorer) for sample in rows])
     print(f"wrote {len(writer.paths)} shards to {arguments.out}, and {arguments.demo}")
 
 

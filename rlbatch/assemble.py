@@ -15,6 +15,9 @@ from rlbatch.catalogue import finding
 from rlbatch.errors import Finding, RecordError, Where
 from rlbatch.records import TOKEN_FIELDS, UNKNOWN_VERSION, Sample, Trajectory, Turn
 
+MAX_VERSION = 2**31 - 1
+"""What `policy_version` holds. A larger decimal label, such as a time in ms, is a name like any other."""
+
 
 @dataclass(slots=True)
 class _Branch:
@@ -37,14 +40,14 @@ def to_samples(trajectory: Trajectory, versions: Mapping[str, int] | None = None
 
     Args:
         trajectory: its turns in order.
-        versions: the engine's version labels to `policy_version`; decimal labels convert themselves. Without
-            a mapping other labels are unknown (-1).
+        versions: the engine's version labels to `policy_version`; decimal labels up to 2**31 - 1 convert
+            themselves. Without a mapping other labels are unknown (-1).
 
     Returns:
         One sample, or several where the prefix broke.
 
     Raises:
-        RecordError: `versions` lacks a label that the trajectory has.
+        RecordError: `versions` lacks a label that the trajectory has, or gives it no such number.
 
     Example:
         turn 0 [1, 5] -> [7, 2], turn 1 [1, 5, 7, 2, 9] -> [8]: one sample [1, 5, 7, 2, 9, 8],
@@ -159,7 +162,7 @@ class _Columns:
         self.inference_logprobs[span] = turn.inference_logprobs
         self.advantages[span] = trajectory.advantage
         self.turn[span] = index
-        self.temperature[span] = _divisor(turn)
+        self.temperature[span] = turn.provenance.divisor
         if turn.raw_inference_logprobs is not None:
             self.has_raw = True
             self.raw_inference_logprobs[span] = turn.raw_inference_logprobs
@@ -167,17 +170,17 @@ class _Columns:
             self.policy_version[start + part.start : start + part.stop] = _version(part.label, versions)
 
 
-def _divisor(turn: Turn) -> float:
-    """What the logits were divided by: the temperature, and 1 where decoding was greedy."""
-    sampling = turn.provenance.sampling
-    return 1.0 if sampling.greedy else sampling.temperature
-
-
 def _version(label: str, versions: Mapping[str, int] | None) -> int:
     if versions is not None and label in versions:
-        return versions[label]
-    if label.isdecimal():
+        return _checked(versions[label], label)
+    if label.isdecimal() and int(label) <= MAX_VERSION:
         return int(label)
     if versions is not None:
         raise RecordError(f"versions: expected every label of the trajectory, found none for {label!r}")
     return UNKNOWN_VERSION
+
+
+def _checked(version: object, label: str) -> int:
+    if isinstance(version, bool) or not isinstance(version, int) or not 0 <= version <= MAX_VERSION:
+        raise RecordError(f"versions[{label!r}]: expected an int from 0 to {MAX_VERSION}, found {version!r}")
+    return version

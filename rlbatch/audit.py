@@ -250,16 +250,22 @@ def _known(device: str) -> str:
 
 
 def _mismatches(provenance: Provenance, scorer: Scorer, path: Path) -> Iterator[Finding]:
-    at_hand = scorer.identity
-    for name in ("tokenizer_fingerprint", "vocab_size"):
-        stored, found = getattr(provenance, name), getattr(at_hand, name)
-        if stored is not None and stored != found:
-            yield finding(
-                "model-mismatch",
-                where=Where(path=str(path)),
-                expected=f"{name} {stored}, as stored",
-                found=f"{found if found is not None else 'none'} in {scorer.path}",
-            )
+    stored, at_hand = provenance.tokenizer_fingerprint, scorer.identity.tokenizer_fingerprint
+    if stored is not None and stored != at_hand:
+        yield _mismatch(f"tokenizer_fingerprint {stored}", at_hand or "none", scorer, path)
+    # A head is often padded: it may have more rows than the tokenizer has ids, never fewer.
+    size, rows = provenance.vocab_size, scorer.identity.vocab_size
+    if size is not None and (rows is None or rows < size):
+        yield _mismatch(f"a vocabulary of at least {size}", str(rows), scorer, path)
+
+
+def _mismatch(stored: str, found: str, scorer: Scorer, path: Path) -> Finding:
+    return finding(
+        "model-mismatch",
+        where=Where(path=str(path)),
+        expected=f"{stored}, as stored",
+        found=f"{found} in {scorer.path}",
+    )
 
 
 def _nothing_trained(path: Path, num_samples: int) -> Finding:

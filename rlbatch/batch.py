@@ -5,8 +5,9 @@ again. Knows nothing of models or trainers.
 """
 
 from bisect import bisect_right
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
-from typing import Literal, Self, TypeAlias
+from typing import Any, Literal, Self, TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,6 +16,8 @@ from torch.utils import _pytree as pytree
 from rlbatch.records import Provenance, Purpose, Segment
 
 Layout: TypeAlias = Literal["padded", "packed"]
+
+LAYOUTS: tuple[Layout, ...] = ("padded", "packed")
 
 NO_TARGET = -100
 """`target_ids` where there is nothing to predict: the last position of each sequence, and padding."""
@@ -119,8 +122,9 @@ class Batch:
         """The batch in page-locked host memory; `DataLoader(pin_memory=True)` calls it."""
         return self._map(lambda tensor: tensor.pin_memory())
 
-    def _map(self, change) -> Self:  # type: ignore[no-untyped-def]  # noqa: ANN001
-        return replace(self, **{name: change(tensor) for name, tensor in _tensors(self)})
+    def _map(self, change: Callable[[Tensor], Tensor]) -> Self:
+        changed: dict[str, Any] = {name: change(tensor) for name, tensor in _tensors(self)}
+        return replace(self, **changed)
 
 
 def _tensors(batch: Batch) -> list[tuple[str, Tensor]]:
@@ -128,21 +132,20 @@ def _tensors(batch: Batch) -> list[tuple[str, Tensor]]:
     return [(name, value) for name, value in values if isinstance(value, Tensor)]
 
 
-@dataclass(frozen=True, slots=True)
-class _Rest:
-    """What of a batch is not a tensor, compared by identity: pytree contexts must be comparable."""
-
-    names: tuple[str, ...]
-    batch: Batch
+_Static: TypeAlias = tuple[tuple[str, Any], ...]
+"""(name, value) of everything in a batch that is not a tensor: two batches of one structure have it equal."""
 
 
-def _flatten(batch: Batch) -> tuple[list[Tensor], _Rest]:
+def _flatten(batch: Batch) -> tuple[list[Tensor], tuple[tuple[str, ...], _Static]]:
     named = _tensors(batch)
-    return [tensor for _, tensor in named], _Rest(tuple(name for name, _ in named), batch)
+    names = tuple(name for name, _ in named)
+    static = tuple((spec.name, getattr(batch, spec.name)) for spec in fields(batch) if spec.name not in names)
+    return [tensor for _, tensor in named], (names, static)
 
 
-def _unflatten(leaves: object, rest: _Rest) -> Batch:
-    return replace(rest.batch, **dict(zip(rest.names, leaves, strict=True)))  # type: ignore[call-overload]
+def _unflatten(leaves: Iterable[Any], context: tuple[tuple[str, ...], _Static]) -> Batch:
+    names, static = context
+    return Batch(**dict(static), **dict(zip(names, leaves, strict=True)))
 
 
 pytree.register_pytree_node(Batch, _flatten, _unflatten, serialized_type_name="rlbatch.batch.Batch")

@@ -13,9 +13,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rlbatch.batch import NO_TARGET, Batch, Layout, SampleRef
+from rlbatch.batch import LAYOUTS, NO_TARGET, Batch, Layout, SampleRef
 from rlbatch.errors import RecordError
 from rlbatch.records import (
+    PURPOSES,
     TOKEN_FIELDS,
     UNKNOWN_VERSION,
     Origin,
@@ -23,11 +24,14 @@ from rlbatch.records import (
     Sample,
     Segment,
     TokenField,
+    check_samples,
     origins_of,
     sampled_segments,
 )
+from rlbatch.records.structure import check_choice
 
 PaddingSide: TypeAlias = Literal["left", "right"]
+PADDING_SIDES: tuple[PaddingSide, ...] = ("left", "right")
 
 
 def collate(
@@ -50,14 +54,14 @@ def collate(
         padding_side: where padding goes (padded only).
 
     Raises:
-        RecordError: no samples; origins of another number; turns with raw and with processed logprobs mixed.
+        RecordError: no samples, or what is none; origins of another number; turns with raw and with
+            processed logprobs mixed; a word that is no layout, purpose or side.
 
     Example:
         token_ids [1, 5, 7, 2] with 7, 2 sampled at -0.1, -0.2:
         input_ids [1, 5, 7, 2], target_ids [5, 7, 2, -100], inference_logprobs [NaN, -0.1, -0.2, NaN]
     """
-    if not samples:
-        raise RecordError("collate: expected at least one sample, found none")
+    _check_arguments(samples, layout, purpose, padding_side)
     origins = origins_of(samples, origins)
     if purpose == "audit":
         samples = [for_audit(sample) for sample in samples]
@@ -83,6 +87,15 @@ def collate(
         num_loss_tokens=sum(num_loss_tokens),
         num_trajectories=sum(sample.sibling == 0 for sample in samples),
     )
+
+
+def _check_arguments(samples: object, layout: str, purpose: str, padding_side: str) -> None:
+    check_choice("layout", layout, LAYOUTS)
+    check_choice("purpose", purpose, PURPOSES)
+    check_choice("padding_side", padding_side, PADDING_SIDES)
+    check_samples(samples)
+    if not samples:
+        raise RecordError("collate: expected at least one sample, found none")
 
 
 def for_audit(sample: Sample) -> Sample:
@@ -195,7 +208,8 @@ def _target_column(samples: Sequence[Sample], spec: TokenField, place: _Place) -
 
 def _segment_table(parts: Sequence[_Part]) -> torch.Tensor:
     rows = [(part.row, part.start, part.stop, part.turn) for _, _, part in parts]
-    return torch.tensor(rows, dtype=torch.int32).reshape(len(rows), 4)
+    # Without a single segment the list has no second axis to give.
+    return torch.tensor(rows, dtype=torch.int32) if rows else torch.empty(0, 4, dtype=torch.int32)
 
 
 def _provenances(parts: Sequence[_Part]) -> tuple[Any, ...]:

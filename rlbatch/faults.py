@@ -69,6 +69,20 @@ def shift(sample: Sample, lag: int) -> Sample:
     return replace(sample, inference_logprobs=logprobs, turn=turn, loss_mask=mask)
 
 
+def _shifted_from(sample: Sample, rng: np.random.Generator) -> Sample:
+    # One value stands twice, and every later one against the id after its own. Both parts must be long
+    # enough to show it.
+    segments = _segments(sample, min_length=64)
+    if not segments:
+        return sample
+    segment = segments[int(rng.integers(len(segments)))]
+    length = segment.stop - segment.start
+    at = segment.start + int(rng.uniform(0.25, 0.5) * length)
+    logprobs = sample.inference_logprobs.copy()
+    logprobs[at + 1 : segment.stop] = sample.inference_logprobs[at : segment.stop - 1]
+    return replace(sample, inference_logprobs=logprobs)
+
+
 def _shifted(sample: Sample, rng: np.random.Generator) -> Sample:
     lag = int(rng.choice([-1, 1]))
     return shift(sample, lag) if _segments(sample, min_length=2) else sample
@@ -90,7 +104,7 @@ def _kld_high(sample: Sample, rng: np.random.Generator) -> Sample:
 
 
 def _ratio_tail(sample: Sample, rng: np.random.Generator) -> Sample:
-    segments = _segments(sample, min_length=12)
+    segments = _segments(sample, min_length=4)
     if not segments:
         return sample
     segment = segments[int(rng.integers(len(segments)))]
@@ -119,6 +133,10 @@ def _logprob_not_finite(sample: Sample, rng: np.random.Generator) -> Sample:
     return _at_sampled(sample, rng, float("-inf"))
 
 
+def _logprob_sentinel(sample: Sample, rng: np.random.Generator) -> Sample:
+    return _at_sampled(sample, rng, -9999.0)
+
+
 def _logprob_positive(sample: Sample, rng: np.random.Generator) -> Sample:
     return _at_sampled(sample, rng, float(rng.uniform(1.0, 20.0)))
 
@@ -132,6 +150,30 @@ def _mask_without_logprob(sample: Sample, rng: np.random.Generator) -> Sample:
     return replace(sample, loss_mask=mask)
 
 
+def _advantage_not_finite(sample: Sample, rng: np.random.Generator) -> Sample:
+    advantages = sample.advantages.copy()
+    advantages[sample.turn >= 0] = np.nan
+    return replace(sample, advantages=advantages)
+
+
+def _temperature_contradicted(sample: Sample, rng: np.random.Generator) -> Sample:
+    factor = np.float32(rng.choice([0.5, 2.0]))
+    return replace(sample, temperature=np.where(sample.turn >= 0, factor, np.float32(1)) * sample.temperature)
+
+
+def _modes_mixed(sample: Sample, rng: np.random.Generator) -> Sample:
+    # The second half of a turn becomes a turn of its own, of a server that was started differently.
+    segments = _segments(sample, min_length=2)
+    if not segments:
+        return sample
+    last = segments[-1]
+    turn = sample.turn.copy()
+    turn[(last.start + last.stop) // 2 : last.stop] = len(sample.provenances)
+    stated = sample.provenances[last.turn]
+    other = replace(stated, logprobs_mode="raw" if stated.logprobs_mode == "processed" else "processed")
+    return replace(sample, turn=turn, provenances=(*sample.provenances, other))
+
+
 def _nothing_trained(sample: Sample, rng: np.random.Generator) -> Sample:
     return replace(sample, loss_mask=np.zeros_like(sample.loss_mask))
 
@@ -142,7 +184,9 @@ def _incomparable(sample: Sample, rng: np.random.Generator) -> Sample:
 
 
 def _greedy_sampled(sample: Sample, rng: np.random.Generator) -> Sample:
-    return _with_provenances(sample, lambda p: replace(p, sampling=replace(p.sampling, temperature=0.0)))
+    ones = np.ones_like(sample.temperature)
+    greedy = _with_provenances(sample, lambda p: replace(p, sampling=replace(p.sampling, temperature=0.0)))
+    return replace(greedy, temperature=ones)
 
 
 def _turn_prefix_broken(sample: Sample, rng: np.random.Generator) -> Sample:
@@ -154,6 +198,11 @@ _ALL = (
         code="shifted",
         story="The ids were encoded again from text and the lists cut to one length.",
         corrupt=_shifted,
+    ),
+    Fault(
+        code="shifted-from",
+        story="A logprob too many inside the row: every later one stands against the id before its own.",
+        corrupt=_shifted_from,
     ),
     Fault(
         code="zero-filled",
@@ -191,6 +240,11 @@ _ALL = (
         corrupt=_logprob_not_finite,
     ),
     Fault(
+        code="logprob-sentinel",
+        story="A token outside the engine's own mask was reported with its marker.",
+        corrupt=_logprob_sentinel,
+    ),
+    Fault(
         code="logprob-positive",
         story="The engine was started to report logits.",
         corrupt=_logprob_positive,
@@ -199,6 +253,21 @@ _ALL = (
         code="mask-without-logprob",
         story="The mask begins at the template's header instead of the first sampled token.",
         corrupt=_mask_without_logprob,
+    ),
+    Fault(
+        code="advantage-not-finite",
+        story="A group of one was divided by its standard deviation.",
+        corrupt=_advantage_not_finite,
+    ),
+    Fault(
+        code="temperature-contradicted",
+        story="The column was filled by hand with another run's temperature.",
+        corrupt=_temperature_contradicted,
+    ),
+    Fault(
+        code="modes-mixed",
+        story="Two turns of one rollout came from servers that were started differently.",
+        corrupt=_modes_mixed,
     ),
     Fault(
         code="nothing-trained",

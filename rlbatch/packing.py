@@ -7,6 +7,7 @@ from collections.abc import Hashable, Sequence
 from typing import Literal
 
 from rlbatch.errors import RecordError
+from rlbatch.records.structure import check_choice
 
 
 def too_long(lengths: Sequence[int], max_tokens: int) -> list[int]:
@@ -35,6 +36,7 @@ def plan_batches(
     Example:
         lengths [3, 4, 2], max_tokens 8: packed [[0, 1], [2]], padded [[0, 1], [2]]
     """
+    check_choice("layout", layout, ("padded", "packed"))
     if max_tokens < 1:
         raise RecordError(f"max_tokens: expected at least 1, found {max_tokens}")
     excess = too_long(lengths, max_tokens)

@@ -48,7 +48,7 @@ def run(tmp_path, case, defer):
 
 @pytest.mark.parametrize(
     ("case", "defer", "ranks"),
-    [("one", False, [1]), ("both", True, [0, 1]), ("shape", False, [1])],
+    [("one", False, [1]), ("both", True, [0, 1]), ("shape", False, [1]), ("shape", True, [1])],
 )
 def test_every_rank_raises_the_same_error(tmp_path, case, defer, ranks):
     first, second = run(tmp_path, case, defer)

@@ -76,6 +76,16 @@ def test_version_labels_become_integers_by_mapping_or_by_being_decimal():
     np.testing.assert_array_equal(to_samples(made, {"default": 3})[0].policy_version, [-1, 3, 12, 12])
     with pytest.raises(RecordError, match="'default'"):
         to_samples(made, {"step-2": 3})
+    for number in (2.0, "3", -7, 2**31, True):
+        with pytest.raises(RecordError, match="expected an int from 0"):
+            to_samples(made, {"default": number})
+
+
+def test_a_decimal_label_too_large_for_a_version_is_a_name_like_any_other():
+    spans = (VersionSpan(label="1735689600123", start=0, stop=1),)
+    made = trajectory(turn([1], [7], [-1.0], policy_versions=spans))
+    np.testing.assert_array_equal(to_samples(made)[0].policy_version, [-1, -1])
+    np.testing.assert_array_equal(to_samples(made, {"1735689600123": 4})[0].policy_version, [-1, 4])
 
 
 @pytest.mark.parametrize(

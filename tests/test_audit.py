@@ -307,12 +307,19 @@ def test_another_model_than_the_one_stored_is_unusable(
     for change, name in (
         ({"tokenizer_fingerprint": "other"}, "tokenizer_fingerprint"),
         ({"tokenizer_fingerprint": None}, "tokenizer_fingerprint"),
-        ({"vocab_size": 1537}, "vocab_size"),
+        ({"vocab_size": 1535}, "a vocabulary of at least 1536"),
     ):
         other = replace(scorer, identity=replace(scorer.identity, **change))  # type: ignore[arg-type]
         report = one(path, other)
         assert (report.verdict, codes(report.findings)) == ("unusable", {"model-mismatch"})
         assert report.findings[0].expected.startswith(name)
+
+
+def test_a_head_may_have_more_rows_than_the_stored_vocabulary(
+    scorer: Scorer, tmp_path: Path, samples: list[Sample]
+) -> None:
+    padded = replace(scorer, identity=replace(scorer.identity, vocab_size=1600))
+    assert one(stored(tmp_path, samples), padded).verdict == "sound"
 
 
 def test_provenance_that_names_no_model_is_compared_with_any(data_dir: Path, scorer: Scorer) -> None:

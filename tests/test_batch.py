@@ -37,6 +37,11 @@ def test_a_batch_is_a_pytree_that_comes_back_whole():
         assert all(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(batch))
 
 
+def test_two_batches_of_one_structure_are_trees_of_one_structure():
+    summed = pytree.tree_map(lambda a, b: a + b, small(), small())
+    torch.testing.assert_close(summed.input_ids, 2 * small().input_ids)
+
+
 def test_the_table_of_segments_is_the_list_of_segments():
     batch = small("padded")
     rows = [(part.row, part.start, part.stop, part.turn) for part in batch.host_segments]

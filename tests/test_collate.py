@@ -137,6 +137,20 @@ def test_origins_name_the_place_and_must_be_one_a_sample():
         collate([], layout="packed")
 
 
+@pytest.mark.parametrize(
+    "misspelt", [{"layout": "pack"}, {"padding_side": "Left"}, {"purpose": "training"}, {"layout": "Packed"}]
+)
+def test_a_misspelt_word_is_refused(misspelt):
+    with pytest.raises(RecordError, match="expected one of"):
+        collate(two_samples(), **{"layout": "padded"} | misspelt)
+
+
+@pytest.mark.parametrize("samples", [iter(()), [1], 3, {"a": 1}])
+def test_what_is_no_sequence_of_samples_is_refused(samples):
+    with pytest.raises(RecordError, match="samples"):
+        collate(samples, layout="padded")
+
+
 def test_trajectories_are_counted_once_over_all_batches():
     first, second = turn([1, 5], [3, 7], [-1.0, -1.0]), turn([1, 6], [8], [-1.0])
     samples = to_samples(trajectory(first, second))

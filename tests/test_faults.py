@@ -18,8 +18,8 @@ SOURCE = Path(faults.__file__)
 
 
 def made() -> Sample:
-    ids = list(range(10, 26))
-    return sample([1, 5, 6], ids, [-0.1 * (i + 1) for i in range(16)])
+    ids = list(range(10, 90))
+    return sample([1, 5, 6], ids, [-0.1 * (i % 16 + 1) for i in range(80)])
 
 
 def test_every_fault_has_a_code_of_the_catalogue():

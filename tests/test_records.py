@@ -66,6 +66,22 @@ def test_a_sample_can_hold_every_fault_of_value():
     assert identical(replace(made, inference_logprobs=odd).inference_logprobs, odd)
 
 
+def test_a_record_stays_as_it_was_checked():
+    ids = np.array([7, 2], np.int32)
+    made = replace(turn([1], [7, 2], [-0.1, -0.2]), completion_token_ids=ids)
+    ids[0] = -5
+    assert made.completion_token_ids.tolist() == [7, 2]
+
+
+def test_bits_decide_but_for_nan():
+    nans = np.array([0x7FC00000, 0xFFC00001], np.uint32).view(np.float32)
+    assert identical(nans[:1], nans[1:])
+    assert identical(float("nan"), -float("nan"))
+    assert not identical(0.0, -0.0)
+    assert not identical(np.float32([0.0]), np.float32([-0.0]))
+    assert not identical(np.float32([1.0]), np.float64([1.0]))
+
+
 def test_arrays_of_a_record_cannot_be_written():
     made = sample([1, 5], [7, 2], [-0.1, -0.2])
     with pytest.raises(ValueError, match="read-only"):
@@ -129,6 +145,11 @@ def test_a_trajectory_needs_turns_and_a_name():
         ({"temperature": 1.0, "top_k": -1}, "0 is off"),
         ({"temperature": 1.0, "top_p": 0.0}, "top_p"),
         ({"temperature": 1.0, "top_k": 2.5}, "top_k: expected int"),
+        ({"temperature": 1.0, "min_p": float("nan")}, "min_p: expected from 0 to 1"),
+        ({"temperature": 1.0, "min_p": -1}, "min_p"),
+        ({"temperature": 1.0, "min_tokens": -3}, "min_tokens: expected >= 0"),
+        ({"temperature": 1.0, "repetition_penalty": 0}, "repetition_penalty"),
+        ({"temperature": 1.0, "presence_penalty": float("inf")}, "presence_penalty"),
         ({"temperature": 1.0, "logit_bias": 1}, "logit_bias: expected bool"),
     ],
 )

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from builders import provenance, recorded_provenance, recorded_samples, sample
 
-from rlbatch.errors import SoundnessError
+from rlbatch.errors import RecordError, SoundnessError
 from rlbatch.faults import FAULTS
 from rlbatch.records import Origin, SamplingParams
 from rlbatch.soundness import check_sound, require_sound
@@ -16,19 +16,23 @@ SOUND_CODES = [
     "logprob-missing",
     "logprob-not-finite",
     "logprob-positive",
+    "logprob-sentinel",
+    "advantage-not-finite",
+    "temperature-contradicted",
+    "modes-mixed",
     "mask-without-logprob",
     "nothing-trained",
     "incomparable",
     "greedy-sampled",
     "turn-prefix-broken",
 ]
-INVISIBLE_HERE = ["shifted", "zero-filled", "unexplained", "kld-high", "ratio-tail"]
+INVISIBLE_HERE = ["shifted", "shifted-from", "zero-filled", "unexplained", "kld-high", "ratio-tail"]
 
 
 @pytest.fixture(scope="module")
 def clean(data_dir):
-    path = data_dir / "rollouts" / "fp32_raw__t1.json"
-    return recorded_samples(path, recorded_provenance(path))
+    paths = [data_dir / "rollouts" / f"fp32_raw__{name}.json" for name in ("t1", "long400")]
+    return [made for path in paths for made in recorded_samples(path, recorded_provenance(path))]
 
 
 def codes(findings):
@@ -130,6 +134,14 @@ def test_require_sound_raises_errors_and_lets_warnings_pass():
     ) as caught:
         require_sound([one(), *bad])
     assert caught.value.code == "logprob-positive"
+
+
+def test_what_is_no_sequence_of_samples_is_refused():
+    for given in (iter(()), [1], one()):
+        with pytest.raises(RecordError, match="samples"):
+            check_sound(given, purpose="train")
+    with pytest.raises(RecordError, match="purpose"):
+        check_sound([], purpose="training")
 
 
 def test_no_samples_is_nothing_to_say():

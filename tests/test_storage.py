@@ -20,7 +20,7 @@ from rlbatch.errors import StorageError
 from rlbatch.records import FINISH_REASONS, TOKEN_FIELDS, Provenance, Sample, SamplingParams, identical
 from rlbatch.storage import open_reader, write_shard
 
-numbers = st.floats(width=64) | st.integers(-5, 5)
+numbers = st.floats(allow_nan=False, allow_infinity=False) | st.integers(-5, 5)
 words = st.none() | st.text(max_size=8)
 
 sampling = st.builds(
@@ -28,8 +28,8 @@ sampling = st.builds(
     temperature=st.floats(0, 1e6) | st.integers(0, 3),
     top_p=st.floats(0, 1, exclude_min=True),
     top_k=st.integers(0, 1 << 40),
-    min_p=numbers,
-    repetition_penalty=numbers,
+    min_p=st.floats(0, 1) | st.integers(0, 1),
+    repetition_penalty=st.floats(0, 1e6, exclude_min=True) | st.integers(1, 3),
     presence_penalty=numbers,
     logit_bias=st.booleans(),
     min_tokens=st.integers(0, 9),
@@ -46,7 +46,7 @@ provenance = st.builds(
     vocab_size=st.none() | st.integers(1, 1 << 40),
     eos_token_ids=st.lists(st.integers(0, 1 << 31), max_size=3).map(tuple),
 )
-# Every code point that a Python text can have, lone surrogates too.
+# Every code point that UTF-8 can hold.
 names = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12)
 
 

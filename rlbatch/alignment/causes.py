@@ -1,56 +1,31 @@
 """Hypotheses on one suspect segment: each says what it would explain, or nothing.
 
-Pure functions from `Evidence` (numpy, float64) to a finding. They run on suspects only, on the host.
+Pure functions from `Evidence` to a finding, in one visible tuple. They run on suspects only, on the host.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rlbatch.alignment.evidence import Evidence
+from rlbatch.alignment.lags import Shift, shift_from, whole_shift
 from rlbatch.alignment.limits import (
     GROSS_MEAN,
     GROSS_MIN_TOKENS,
-    LAG_ACCEPTED_SHARE,
-    LAG_FLOOR,
-    LAG_MIN_VOTES,
-    LAG_VOTE,
+    GROSS_TRIMMED_SHARE,
+    STRANGER_MIN_TOKENS,
+    STRANGER_SHARE,
+    UNCERTAIN_BELOW,
+    WINDOW,
+    ZERO_OLD_TRAINER_BELOW,
     ZERO_TRAINER_BELOW,
 )
 from rlbatch.catalogue import finding
-from rlbatch.errors import Finding, Severity, Where
+from rlbatch.errors import Finding, Where
 from rlbatch.records import Provenance
 from rlbatch.soundness.values import VALUE_FAULTS, found_text
-from rlbatch_kernels import LAGS, RESIDUAL_CLIP
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Evidence:
-    """One segment on the host."""
-
-    trainer: NDArray[np.float64]
-    """[N] nats."""
-    inference: NDArray[np.float64]
-    """[N] nats."""
-    trained: NDArray[np.bool_]
-    """[N]; nothing is concluded from other tokens."""
-    provenance: Provenance
-    comparable: bool
-    current: bool
-    """Drawn by the very weights that the trainer has."""
-    place: Where
-    """The whole segment."""
-
-    def where(self, tokens: NDArray[np.intp]) -> Where:
-        """The span from the first to the last of `tokens`, counted in the sample."""
-        start = self.place.start or 0
-        return replace(self.place, start=start + int(tokens[0]), stop=start + int(tokens[-1]) + 1)
-
-    @property
-    def usable(self) -> NDArray[np.bool_]:
-        """[N]; trained and finite on both sides."""
-        return self.trained & np.isfinite(self.trainer) & np.isfinite(self.inference)
+from rlbatch_kernels import RESIDUAL_CLIP
 
 
 def trainer_not_finite(evidence: Evidence) -> Finding | None:
@@ -62,12 +37,12 @@ def trainer_not_finite(evidence: Evidence) -> Finding | None:
         "trainer-not-finite",
         where=evidence.where(bad),
         expected="finite trainer logprobs at trained tokens",
-        found=found_text(evidence.trainer, bad, evidence.place.start or 0),
+        found=found_text(evidence.trainer, bad, evidence.first_token),
     )
 
 
 def impossible_value(evidence: Evidence) -> Finding | None:
-    """NaN, infinity or a positive value on the engine's side."""
+    """NaN, infinity, a marker or a positive value on the engine's side."""
     for fault in VALUE_FAULTS:
         bad = np.flatnonzero(evidence.trained & fault.test(evidence.inference))
         if len(bad):
@@ -75,17 +50,31 @@ def impossible_value(evidence: Evidence) -> Finding | None:
                 fault.code,
                 where=evidence.where(bad),
                 expected=fault.expected,
-                found=found_text(evidence.inference, bad, evidence.place.start or 0),
+                found=found_text(evidence.inference, bad, evidence.first_token),
             )
     return None
+
+
+def shifted(evidence: Evidence) -> Finding | None:
+    """Another lag than 0 explains the whole segment."""
+    shift = whole_shift(evidence)
+    return None if shift is None else _shift_finding("shifted", evidence, shift)
+
+
+def shifted_from(evidence: Evidence) -> Finding | None:
+    """Lag 0 explains the segment up to some token, and another lag from there on."""
+    shift = shift_from(evidence)
+    if shift is None:
+        return None
+    return _shift_finding("shifted-from", evidence.part(shift.start, len(evidence.trained)), shift)
 
 
 def zero_filled(evidence: Evidence) -> Finding | None:
     """Exact zeros where the parameters in force rule them out."""
     if not evidence.comparable or zero_is_possible(evidence.provenance):
         return None
-    zero = evidence.usable & (evidence.inference == 0)
-    bad = np.flatnonzero(zero & (evidence.trainer < ZERO_TRAINER_BELOW))
+    below = ZERO_TRAINER_BELOW if evidence.current else ZERO_OLD_TRAINER_BELOW
+    bad = np.flatnonzero(evidence.usable & (evidence.inference == 0) & (evidence.trainer < below))
     if not len(bad):
         return None
     return finding(
@@ -97,63 +86,42 @@ def zero_filled(evidence: Evidence) -> Finding | None:
     )
 
 
-def shifted(evidence: Evidence) -> Finding | None:
-    """Another lag than 0 explains the segment, by a margin and with witnesses on both sides of the pairs."""
-    residuals = {lag: error.mean() for lag in LAGS if len(error := _residual(evidence, lag)[1])}
-    if len(residuals) < 2 or 0 not in residuals:
-        return None
-    lag = min(residuals, key=lambda key: (residuals[key], abs(key)))
-    next_best = min(value for key, value in residuals.items() if key != lag)
-    if lag == 0 or residuals[lag] >= LAG_ACCEPTED_SHARE * next_best:
-        return None
-    if evidence.comparable and residuals[lag] > LAG_FLOOR:
-        return None
-    if not _witnessed(evidence, lag):
-        return None
-    return finding(
-        "shifted",
-        where=evidence.place,
-        expected="trainer and inference logprobs agree best at lag 0",
-        found=f"mean |log_ratio| {residuals[0]:.3g} nats at lag 0, {residuals[lag]:.3g} at lag {lag:+d}, "
-        f"over {int(evidence.usable.sum())} tokens",
-        likely=_SHIFT_LIKELY[lag > 0],
-    )
-
-
-_SHIFT_LIKELY = {
-    False: "the list of logprobs has an entry in front that the list of ids lost",
-    True: "the list of logprobs lost an entry in front that the list of ids still has",
-}
-
-
 def unexplained(evidence: Evidence) -> Finding | None:
-    """A gross mismatch that nothing above explains; of older weights it is a warning."""
-    usable = evidence.usable
-    if not evidence.comparable or usable.sum() < GROSS_MIN_TOKENS:
+    """A stretch that is grossly off, which nothing before explains.
+
+    Of older weights it is a warning, unless the values agree no better than those of strangers: age moves
+    logprobs, but it does not give a token another token's.
+    """
+    if not evidence.comparable:
         return None
-    error = np.minimum(np.abs(evidence.trainer - evidence.inference)[usable], RESIDUAL_CLIP)
-    if error.mean() < GROSS_MEAN:
+    gross = [window for window in _windows(evidence) if _trimmed_mean(window) >= GROSS_MEAN]
+    if not gross:
         return None
-    residuals = ", ".join(
-        f"{values.mean():.3g} at {lag:+d}" for lag in LAGS if len(values := _residual(evidence, lag)[1])
+    stretch = evidence.part(
+        gross[0].first_token - evidence.first_token,
+        gross[-1].first_token - evidence.first_token + len(gross[-1].trained),
     )
-    severity: Severity = "error" if evidence.current else "warning"
+    residuals = ", ".join(f"{value:.3g} at {lag:+d}" for lag, value in stretch.residuals().items())
+    is_error = evidence.current or _are_strangers(stretch)
     return finding(
         "unexplained",
-        severity=severity,
-        where=evidence.place,
-        expected=f"mean clipped |log_ratio| below {GROSS_MEAN} nats",
-        found=f"{error.mean():.3g} nats over {len(error)} tokens; by lag {residuals}",
+        severity="error" if is_error else "warning",
+        where=stretch.place,
+        expected=f"mean |log_ratio| below {GROSS_MEAN} nats, without the largest tenth",
+        found=f"{_trimmed_mean(stretch):.3g} nats over {int(stretch.usable.sum())} tokens; "
+        f"all of them by lag {residuals}",
     )
 
 
 CAUSES: tuple[Callable[[Evidence], Finding | None], ...] = (
     trainer_not_finite,
     impossible_value,
+    shifted_from,
     shifted,
     zero_filled,
+    unexplained,
 )
-"""By precedence: the first that finds something is the cause, and takes the segment out of the drift.
+"""By precedence: the first that finds something is told.
 
 A shift moves true zeros onto other tokens, so it is asked about before zeros are.
 """
@@ -173,26 +141,54 @@ def zero_is_possible(provenance: Provenance) -> bool:
     return sampling.truncated or sampling.reshaped
 
 
-def _residual(evidence: Evidence, lag: int) -> tuple[NDArray[np.intp], NDArray[np.float64]]:
-    """Positions t of the pairs (inference t, trainer t + lag), and their clipped |difference|."""
-    usable = evidence.usable
-    length = len(usable)
-    at = np.arange(max(0, -lag), max(0, -lag, min(length, length - lag)))
-    at = at[usable[at] & usable[at + lag]]
-    return at, np.minimum(np.abs(evidence.inference[at] - evidence.trainer[at + lag]), RESIDUAL_CLIP)
+def _shift_finding(code: str, evidence: Evidence, shift: Shift) -> Finding:
+    residuals = evidence.residuals()
+    place: Where = evidence.place
+    rivals = "".join(f", {residuals[lag]:.3g} at lag {lag:+d}" for lag in shift.rivals)
+    return finding(
+        code,
+        where=place,
+        expected="trainer and inference logprobs agree best at lag 0",
+        found=f"mean |log_ratio| {residuals[0]:.3g} nats at lag 0, {residuals[shift.lag]:.3g} at lag "
+        f"{shift.lag:+d}{rivals}, over {int(evidence.usable.sum())} tokens"
+        + (": the row repeats itself, so either may be it" if rivals else ""),
+        likely=_LIKELY.get((code, shift.lag > 0)),
+    )
 
 
-def _witnessed(evidence: Evidence, lag: int) -> bool:
-    """Whether single tokens speak for the lag, on each side of the pairs, and hardly any against it.
+_LIKELY = {
+    ("shifted", False): "the list of logprobs has an entry in front that the list of ids lost",
+    ("shifted", True): "the list of logprobs lost an entry in front that the list of ids still has",
+}
 
-    Pairs at a lag leave out an edge of each list. Without witnesses on both sides, one odd value at an edge
-    would be explained by being left out.
-    """
-    at, error = _residual(evidence, lag)
-    at_zero = np.minimum(np.abs(evidence.trainer - evidence.inference), RESIDUAL_CLIP)
-    for side in (at_zero[at], at_zero[at + lag]):
-        votes_for = np.count_nonzero(side - error > LAG_VOTE)
-        votes_against = np.count_nonzero(error - side > LAG_VOTE)
-        if votes_for < LAG_MIN_VOTES or votes_against > votes_for * LAG_ACCEPTED_SHARE:
-            return False
-    return True
+
+def _windows(evidence: Evidence) -> Iterator[Evidence]:
+    """Stretches of `WINDOW` tokens with enough usable ones; the last may be shorter."""
+    for start in range(0, len(evidence.trained), WINDOW):
+        window = evidence.part(start, start + WINDOW)
+        if window.usable.sum() >= GROSS_MIN_TOKENS:
+            yield window
+
+
+def _trimmed_mean(evidence: Evidence) -> float:
+    """Mean clipped |difference| without the largest tenth, at least one token."""
+    errors = np.sort(evidence.at_zero()[evidence.usable])
+    kept = errors[: len(errors) - max(1, round(GROSS_TRIMMED_SHARE * len(errors)))]
+    return float(kept.mean()) if len(kept) else 0.0
+
+
+def _are_strangers(evidence: Evidence) -> bool:
+    """Whether engine and trainer agree no better than if their tokens had been paired at random."""
+    trainer, inference = (side[evidence.usable] for side in (evidence.trainer, evidence.inference))
+    uncertain = min((trainer < UNCERTAIN_BELOW).sum(), (inference < UNCERTAIN_BELOW).sum())
+    if uncertain < STRANGER_MIN_TOKENS:
+        return False
+    paired = np.minimum(np.abs(trainer - inference), RESIDUAL_CLIP).mean()
+    return bool(paired >= STRANGER_SHARE * _mean_at_random(trainer, inference))
+
+
+def _mean_at_random(trainer: NDArray[np.float64], inference: NDArray[np.float64]) -> float:
+    """Mean clipped |difference| over pairs of different tokens: rolls by up to 64 spread-out steps."""
+    steps = np.unique(np.linspace(1, len(trainer) - 1, 64).round().astype(int))
+    rolled = [np.abs(trainer - np.roll(inference, step)) for step in steps]
+    return float(np.minimum(rolled, RESIDUAL_CLIP).mean())

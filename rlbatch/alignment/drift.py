@@ -31,6 +31,8 @@ class Sums:
     sum_ratio: float = 0.0
     max_abs_log_ratio: float = 0.0
     num_confident_disagreements: float = 0.0
+    all_clean: bool = True
+    """Mean |log_ratio| of each segment is under `CLEAN_MEAN`."""
 
     def add(self, other: "Sums") -> None:
         """Take in other tokens."""
@@ -42,6 +44,7 @@ class Sums:
         self.sum_ratio += other.sum_ratio
         self.max_abs_log_ratio = max(self.max_abs_log_ratio, other.max_abs_log_ratio)
         self.num_confident_disagreements += other.num_confident_disagreements
+        self.all_clean &= other.all_clean
 
     def mean(self, total: float) -> float:
         """0 where there are no tokens."""
@@ -50,24 +53,19 @@ class Sums:
 
 @dataclass(slots=True, kw_only=True)
 class Drift:
-    """Sums by age in versions, and whether every segment was clean."""
+    """Sums by age in versions."""
 
     by_age: dict[int, Sums] = field(default_factory=dict)
     """Age 0 is current; -1 unknown."""
-    all_clean: bool = True
-    """Mean |log_ratio| of each segment so far is under `CLEAN_MEAN`."""
 
     def add_rows(self, rows: NDArray[np.float64], ages: NDArray[np.int64]) -> None:
         """Take in segments: [G, stats] with the age of each."""
         count = rows[:, COLUMN["num_compared"]]
-        total = rows[:, COLUMN["sum_abs_log_ratio"]]
-        self.all_clean &= bool((total <= CLEAN_MEAN * count).all())
         for age in np.unique(ages[count > 0]).tolist():
             self.by_age.setdefault(age, Sums()).add(_sums(rows[(ages == age) & (count > 0)]))
 
     def merge(self, other: "Drift") -> None:
         """Take in what another batch or rank found."""
-        self.all_clean &= other.all_clean
         for age, sums in other.by_age.items():
             self.by_age.setdefault(age, Sums()).add(sums)
 
@@ -79,9 +77,10 @@ class Drift:
         return total
 
     def judged(self, limits: Limits) -> bool:
-        """Whether there was enough to go by: tokens for the limits, or segments that are all clean."""
-        num_tokens = self.total().num_tokens
-        return num_tokens > 0 and (num_tokens >= limits.min_tokens or self.all_clean)
+        """Whether each age has enough to go by: tokens for the limits, or segments that are all clean."""
+        return bool(self.by_age) and all(
+            sums.num_tokens >= limits.min_tokens or sums.all_clean for sums in self.by_age.values()
+        )
 
 
 def age_of(version: int, trainer_version: int | None) -> int:
@@ -149,6 +148,9 @@ def _sums(rows: NDArray[np.float64]) -> Sums:
         sum_ratio=total("sum_ratio"),
         max_abs_log_ratio=float(rows[:, COLUMN["max_abs_log_ratio"]].max()),
         num_confident_disagreements=total("num_confident_disagreements"),
+        all_clean=bool(
+            (rows[:, COLUMN["sum_abs_log_ratio"]] <= CLEAN_MEAN * rows[:, COLUMN["num_compared"]]).all()
+        ),
     )
 
 

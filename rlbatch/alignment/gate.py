@@ -11,13 +11,12 @@ from typing import overload
 import torch.distributed as dist
 from torch import Tensor
 
-from rlbatch.alignment.drift import Drift
 from rlbatch.alignment.judge import Judge, Verdict
 from rlbatch.alignment.limits import Limits
 from rlbatch.alignment.measure import Measured, measure
 from rlbatch.batch import Batch
 from rlbatch.catalogue import finding
-from rlbatch.errors import AlignmentError, Finding, RecordError, Where
+from rlbatch.errors import AlignmentError, Finding, RecordError
 
 
 @dataclass(slots=True, kw_only=True)
@@ -25,8 +24,7 @@ class _Step:
     """The batches of one step on their way to one verdict."""
 
     measured: Sequence[Measured]
-    trainer_version: int | None
-    limits: Limits
+    judge: Judge
     group: "dist.ProcessGroup | None"
     is_whole: bool
     """A step that trains nothing is an error; one batch of it may."""
@@ -39,26 +37,15 @@ class _Step:
             AlignmentError: a finding of error level, on this rank or another.
         """
         if self.verdict is None:
-            judge = Judge(trainer_version=self.trainer_version, limits=self.limits)
             for measured in self.measured:
-                judge.add(measured)
-            if self.group is not None:
-                _agree(judge, self.group)
+                self.judge.add(measured)
+            judge = self.judge if self.group is None else _agreed(self.judge, self.group)
             if judge.num_trained == 0:
-                judge.findings.append(self._nothing_trained())
+                judge.findings.append(_nothing_trained(is_error=self.is_whole))
             self.verdict = judge.verdict()
         if self.verdict.errors:
             raise AlignmentError.of(*self.verdict.errors)
         return self.verdict
-
-    def _nothing_trained(self) -> Finding:
-        num_sequences = sum(len(measured.batch.refs) for measured in self.measured)
-        return finding(
-            "nothing-trained",
-            severity="error" if self.is_whole else "warning",
-            expected="at least one trained token",
-            found=f"none in {len(self.measured)} batches of {num_sequences} sequences",
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -92,6 +79,11 @@ class Alignment:
     def warnings(self) -> tuple[Finding, ...]:
         """Findings that are no errors, of the whole step; verifies first."""
         return self._step.verify().findings
+
+    @property
+    def judged(self) -> bool:
+        """Whether the step had enough to go by, all comparable and without doubts; verifies first."""
+        return self._step.verify().judged
 
 
 @overload
@@ -130,7 +122,8 @@ def require_aligned(
         trainer_logprobs: [B, T] float32 or float64, nats, of `batch.target_ids`; one a batch.
         trainer_version: `policy_version` of the trainer's weights; None where they are those that sampled.
         limits: for aggregates; a cause that is found is an error whatever they say.
-        group: processes of one step, which get one verdict; every one must call with its part.
+        group: processes of one step, which get one verdict; each must call, with its part. None judges this
+            process alone, also where torch.distributed runs.
         defer: judge in `Alignment.verify`, `.metrics` or `.warnings` instead, without waiting here.
 
     Returns:
@@ -138,24 +131,12 @@ def require_aligned(
 
     Raises:
         AlignmentError: a finding of error level, on every rank of the group alike. Warnings do not raise.
-        RecordError: not as many logprobs as batches, or none.
+        RecordError: not as many logprobs as batches, or none; with a group that too is an AlignmentError.
     """
-    batches = [batch] if isinstance(batch, Batch) else list(batch)
-    logprobs = [trainer_logprobs] if isinstance(trainer_logprobs, Tensor) else list(trainer_logprobs)
-    if len(batches) != len(logprobs) or not batches:
-        raise RecordError(
-            f"require_aligned: expected logprobs for each batch, found {len(batches)} and {len(logprobs)}"
-        )
-    try:
-        measured = [measure(item, values) for item, values in zip(batches, logprobs, strict=True)]
-    except AlignmentError as error:
-        if group is not None:
-            raise AlignmentError.of(*_shared(error.findings, group)) from error
-        raise
+    _check_version(trainer_version)
     step = _Step(
-        measured=measured,
-        trainer_version=trainer_version,
-        limits=limits,
+        measured=_measured_together(batch, trainer_logprobs, group, defer=defer),
+        judge=Judge(trainer_version=trainer_version, limits=limits),
         group=group,
         is_whole=not isinstance(batch, Batch),
     )
@@ -174,28 +155,72 @@ def require_aligned(
     return alignments[0] if isinstance(batch, Batch) else alignments
 
 
-def _agree(judge: Judge, group: "dist.ProcessGroup") -> None:
-    """Make every rank's judge know what all ranks found, in the order of ranks."""
-    mine = (judge.findings, judge.drift, judge.num_trained, judge.num_excluded_segments, judge.all_comparable)
-    parts: list[tuple[list[Finding], Drift, int, int, bool]] = [mine] * dist.get_world_size(group)
+def _check_version(trainer_version: object) -> None:
+    is_version = isinstance(trainer_version, int) and not isinstance(trainer_version, bool)
+    if trainer_version is not None and not is_version:
+        raise RecordError(f"trainer_version: expected an int or None, found {trainer_version!r}")
+
+
+def _measured(batch: object, trainer_logprobs: object) -> list[Measured]:
+    """One pass over each batch."""
+    batches = [batch] if isinstance(batch, Batch) else batch
+    logprobs = [trainer_logprobs] if isinstance(batch, Batch) else trainer_logprobs
+    if not isinstance(batches, Sequence) or not all(isinstance(item, Batch) for item in batches):
+        raise RecordError(f"batch: expected a Batch or a sequence of them, found {type(batch).__name__}")
+    if not isinstance(logprobs, Sequence) or len(batches) != len(logprobs) or not batches:
+        found = len(logprobs) if isinstance(logprobs, Sequence) else type(logprobs).__name__
+        raise RecordError(
+            f"require_aligned: expected logprobs for each batch, found {len(batches)} batches and {found}"
+        )
+    return [measure(item, values) for item, values in zip(batches, logprobs, strict=True)]
+
+
+def _measured_together(
+    batch: object, trainer_logprobs: object, group: "dist.ProcessGroup | None", *, defer: bool
+) -> list[Measured]:
+    """The same on every rank; where one cannot measure, all raise, so that none waits for it later.
+
+    A rank that can goes on to the verdict's own collective. Where that is put off, the ranks meet here.
+    """
+    try:
+        measured = _measured(batch, trainer_logprobs)
+    except Exception as error:
+        if group is None:
+            raise
+        findings = error.findings if isinstance(error, AlignmentError) else (_failed(error),)
+        judge = Judge(trainer_version=None, findings=list(findings))
+        raise AlignmentError.of(*_agreed(judge, group).verdict().errors) from error
+    if group is not None and defer:
+        errors = _agreed(Judge(trainer_version=None), group).verdict().errors
+        if errors:
+            raise AlignmentError.of(*errors)
+    return measured
+
+
+def _agreed(mine: Judge, group: "dist.ProcessGroup") -> Judge:
+    """What all ranks have seen, in the order of ranks."""
+    parts: list[Judge] = [mine] * dist.get_world_size(group)
     dist.all_gather_object(parts, mine, group=group)
-    judge.findings, judge.drift = [], Drift()
-    judge.num_trained = judge.num_excluded_segments = 0
-    for rank, (findings, drift, num_trained, num_excluded, all_comparable) in enumerate(parts):
-        judge.findings += [_at_rank(found, rank) for found in findings]
-        judge.drift.merge(drift)
-        judge.num_trained += num_trained
-        judge.num_excluded_segments += num_excluded
-        judge.all_comparable &= all_comparable
+    together = Judge(trainer_version=mine.trainer_version, limits=mine.limits)
+    for rank, part in enumerate(parts):
+        place = dist.get_global_rank(group, rank)
+        part.findings = [replace(found, where=replace(found.where, rank=place)) for found in part.findings]
+        together.merge(part)
+    return together
 
 
-def _shared(findings: Sequence[Finding], group: "dist.ProcessGroup") -> tuple[Finding, ...]:
-    """The errors of all ranks, from one that could not even measure: the others must not wait for it."""
-    judge = Judge(trainer_version=None, findings=list(findings))
-    _agree(judge, group)
-    return judge.verdict().errors
+def _failed(error: Exception) -> Finding:
+    return finding(
+        "batch-mismatch",
+        expected="batches and logprobs that can be measured",
+        found=f"{type(error).__name__}: {error}",
+    )
 
 
-def _at_rank(found: Finding, rank: int) -> Finding:
-    where: Where = replace(found.where, rank=rank)
-    return replace(found, where=where)
+def _nothing_trained(*, is_error: bool) -> Finding:
+    return finding(
+        "nothing-trained",
+        severity="error" if is_error else "warning",
+        expected="at least one trained token",
+        found="none",
+    )

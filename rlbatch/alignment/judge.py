@@ -9,15 +9,16 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rlbatch.alignment.causes import Evidence, causes_of, unexplained
+from rlbatch.alignment.causes import causes_of
 from rlbatch.alignment.drift import Drift, age_of, drift_findings, metrics
-from rlbatch.alignment.limits import GROSS_MEAN, LAG_ACCEPTED_SHARE, Limits
+from rlbatch.alignment.evidence import Evidence
+from rlbatch.alignment.limits import LAG_ACCEPTED_SHARE, SUSPECT_MEAN, Limits
 from rlbatch.alignment.measure import COLUMN, Measured
 from rlbatch.batch import Batch
 from rlbatch.catalogue import finding
 from rlbatch.errors import Finding, Where
 from rlbatch.soundness.checks import in_force
-from rlbatch.soundness.values import POSITIVE_TOLERANCE
+from rlbatch.soundness.values import POSITIVE_TOLERANCE, SENTINEL_AT
 from rlbatch_kernels import LAGS
 
 
@@ -56,17 +57,13 @@ class Judge:
     def add(self, measured: Measured) -> None:
         """Judge the segments of one batch; waits for its table."""
         batch, table = measured.batch, measured.table()
-        trained = measured.num_trained()
-        self.num_trained += trained
-        inside = int(table[:, COLUMN["count"]].sum())
-        if trained != inside:
-            self.findings.append(_outside(batch, trained - inside))
+        self._count(measured, table)
         comparable = np.array([item.comparable(batch.purpose) for item in batch.provenances], bool)
         ages = np.array(
             [age_of(version, self.trainer_version) for version in batch.segment_versions], np.int64
         )
         explained = np.zeros(len(table), bool)
-        for index in np.flatnonzero(_suspect(table, comparable)):
+        for index in np.flatnonzero(_suspect(measured, comparable)):
             evidence = _evidence(measured, int(index), bool(comparable[index]), current=ages[index] == 0)
             explained[index] = self._diagnose(evidence)
         refused = ~comparable & (table[:, COLUMN["count"]] > 0)
@@ -79,47 +76,76 @@ class Judge:
         self.num_excluded_segments += int((~kept).sum())
         self.drift.add_rows(table[kept], ages[kept])
 
+    def merge(self, other: "Judge") -> None:
+        """Take in what another judge has seen of the same step."""
+        self.findings += other.findings
+        self.drift.merge(other.drift)
+        self.num_trained += other.num_trained
+        self.num_excluded_segments += other.num_excluded_segments
+        self.all_comparable &= other.all_comparable
+
     def verdict(self) -> Verdict:
         """What all batches together say."""
         findings = [*self.findings, *drift_findings(self.drift.by_age, self.limits)]
         findings.sort(key=lambda found: found.severity != "error")
+        doubtful = any(found.code in DOUBTS for found in findings)
         return Verdict(
             findings=tuple(findings),
-            judged=self.all_comparable and self.drift.judged(self.limits),
+            judged=self.all_comparable and not doubtful and self.drift.judged(self.limits),
             metrics=metrics(self.drift, self.num_excluded_segments),
         )
 
+    def _count(self, measured: Measured, table: NDArray[np.float64]) -> None:
+        trained = measured.num_trained()
+        self.num_trained += trained
+        outside = trained - int(table[:, COLUMN["count"]].sum())
+        if outside:
+            self.findings.append(_outside(measured.batch, outside))
+
     def _diagnose(self, evidence: Evidence) -> bool:
-        """Tell the first cause that explains a suspect, or the doubts; whether it leaves the drift.
+        """Tell the first cause that explains a suspect; whether it leaves the drift.
 
         What is an error on its own would only be told again by the aggregate.
         """
         told = next((found for cause in causes_of(evidence) if (found := cause(evidence)) is not None), None)
-        told = told or unexplained(evidence)
         if told is None:
             return False
         self.findings.append(told)
         return told.severity == "error"
 
 
-def _suspect(table: NDArray[np.float64], comparable: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """[G]; segments that some hypothesis may explain. Cheap, and wide on purpose."""
-    zero = _lag_mean(table, 0)
-    others = np.stack([_lag_mean(table, lag) for lag in LAGS if lag])
-    better = (others < LAG_ACCEPTED_SHARE * zero).any(axis=0)
-    wrong = (
-        (table[:, COLUMN["num_trainer_not_finite"]] > 0)
-        | (table[:, COLUMN["max_inference"]] > POSITIVE_TOLERANCE)
-        | (comparable & (table[:, COLUMN["num_inference_not_finite"]] > 0))
-        | (comparable & (table[:, COLUMN["num_zeros"]] > 0))
-        | (comparable & (zero >= GROSS_MEAN))
+DOUBTS = ("unexplained", "kld-high")
+"""Codes that leave open what is wrong, even as warnings: with one of them nothing is called sound."""
+
+
+def _suspect(measured: Measured, comparable: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """[G]; segments with a window that some hypothesis may explain. Cheap, and wide on purpose."""
+    windows = measured.windows()
+    zero = _lag_mean(windows, 0)
+    others = np.stack([_lag_mean(windows, lag) for lag in LAGS if lag])
+    anyway = (
+        (windows[:, COLUMN["num_trainer_not_finite"]] > 0)
+        | (windows[:, COLUMN["max_inference"]] > POSITIVE_TOLERANCE)
+        | (others < LAG_ACCEPTED_SHARE * zero).any(axis=0)
     )
-    result: NDArray[np.bool_] = wrong | better
-    return result
+    # Values of another distribution are off, and may be 0 or absent, without any fault.
+    if_comparable = (
+        (windows[:, COLUMN["num_inference_not_finite"]] > 0)
+        | (windows[:, COLUMN["num_zeros"]] > 0)
+        | (windows[:, COLUMN["max_abs_log_ratio"]] > -SENTINEL_AT / 2)
+        | (zero >= SUSPECT_MEAN)
+    )
+    if not len(comparable):
+        return comparable
+    any_in = np.logical_or.reduceat
+    suspect: NDArray[np.bool_] = any_in(anyway, measured.first_window) | (
+        comparable & any_in(if_comparable, measured.first_window)
+    )
+    return suspect
 
 
 def _lag_mean(table: NDArray[np.float64], lag: int) -> NDArray[np.float64]:
-    """[G] mean clipped |difference| at a lag; infinite without pairs, so that it never wins."""
+    """[W] mean clipped |difference| at a lag; infinite without pairs, so that it never wins."""
     pairs = table[:, COLUMN[f"residual_pairs_{lag}"]]
     total = table[:, COLUMN[f"residual_sum_{lag}"]]
     empty = np.inf if lag else 0.0

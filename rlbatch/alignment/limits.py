@@ -24,9 +24,9 @@ class Limits:
                 f"Limits: expected 0 < kld_warning <= kld_error, "
                 f"found {self.kld_warning} and {self.kld_error}"
             )
-        if self.min_tokens < 1 or self.ratio_tail <= 0:
+        if not (self.min_tokens >= 1 and 0 < self.ratio_tail < float("inf")):
             raise RecordError(
-                f"Limits: expected min_tokens >= 1 and ratio_tail > 0, "
+                f"Limits: expected min_tokens >= 1 and a finite ratio_tail above 0, "
                 f"found {self.min_tokens} and {self.ratio_tail}"
             )
 
@@ -34,23 +34,45 @@ class Limits:
 CLEAN_MEAN = 0.02
 """Mean |log_ratio| of a segment, nats, below which it counts as judged however short: bf16 leaves 0.003."""
 
+WINDOW = 64
+"""Tokens of a segment that are looked at together: a fault in one stretch must not drown in the rest."""
+
+SUSPECT_MEAN = 0.1
+"""Mean clipped |log_ratio| of a window, nats, from which its segment is worth a look. It decides nothing."""
+
 GROSS_MEAN = 0.5
-"""Mean clipped |log_ratio| of a segment, nats, that noise does not reach: 0.2 at a KLD of 0.028."""
+"""The same without its largest tenth, nats, that noise does not reach: 0.2 at a KLD of 0.028."""
 GROSS_MIN_TOKENS = 8
-"""Below this one odd token is the whole mean."""
+"""Fewer tokens say nothing gross."""
+GROSS_TRIMMED_SHARE = 0.1
+"""Share of the largest differences left out, at least one token: a single wild token is a ratio-tail."""
+
+STRANGER_SHARE = 0.7
+"""Mean |difference| at lag 0 over that of tokens paired at random: about 1 for values of other tokens.
+
+Old data that belongs to its tokens stays well below; above, no age excuses the difference.
+"""
+STRANGER_MIN_TOKENS = 4
+"""Tokens on each side that are no near-certainties; with fewer, any two rows look like strangers."""
+UNCERTAIN_BELOW = -0.7
+"""Logprob, nats, of a token that is no near-certainty: probability one half."""
 
 LAG_ACCEPTED_SHARE = 0.25
-"""A lag explains a segment when its residual is at most this share of every other lag's.
+"""A lag explains a segment when its residual is at most this share of that at lag 0.
 
 On recorded rollouts the planted lag leaves at most 0.16 of the next best, truncated sampling included, and
 lag 0 of clean rows at most 0.15 of its next best.
 """
 LAG_FLOOR = 0.25
 """Most that an accepted lag may leave of comparable values, nats: twice what a KLD of 0.028 leaves."""
-LAG_VOTE = 0.5
+LAG_VOTE = 0.25
 """Nats by which one token must prefer one lag over another to count as a witness."""
 LAG_MIN_VOTES = 2
 """Witnesses needed on either side of the pairs: one odd token at an edge is no shift."""
+LAG_FROM_MIN_VOTES = 4
+"""The same where the place of the change is chosen too, which is that much easier to fit."""
 
 ZERO_TRAINER_BELOW = -1e-3
 """Trainer logprob, nats, under which an exact 0 cannot be rounding of a probability near 1."""
+ZERO_OLD_TRAINER_BELOW = -0.5
+"""The same for data of other weights, which may have been certain where the trainer no longer is."""

@@ -1,21 +1,26 @@
-"""One pass over a batch on its device: ratios for the loss, and a [G, stats] table for the verdict.
+"""One pass over a batch on its device: ratios for the loss, and a table of statistics for the verdict.
 
-Nothing here decides anything, and nothing waits for the device but `Measured.table`.
+Nothing here decides anything, and nothing waits for the device but `Measured.windows`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from einops import rearrange
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rlbatch.alignment.limits import WINDOW
 from rlbatch.batch import Batch
 from rlbatch.catalogue import finding
 from rlbatch.errors import AlignmentError
+from rlbatch.records import Segment
 from rlbatch_kernels import STAT_COLUMNS, PolicyRatio, alignment_stats, policy_ratio
 
 COLUMN = {name: index for index, name in enumerate(STAT_COLUMNS)}
+_MAXIMA = [COLUMN[name] for name in STAT_COLUMNS if name.startswith("max_")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -29,13 +34,25 @@ class Measured:
     """[B, T] each; gradient reaches the trainer."""
     compared: Tensor
     """[B, T] bool: trained, finite on both sides, of comparable provenance."""
+    first_window: NDArray[np.int64]
+    """[G] which window begins each segment."""
     _host: Tensor
-    """[G * stats + 1] float64 on its way to the host: the table, then the count of trained positions."""
+    """[W * stats + 1] float64 on its way to the host: the table, then the count of trained positions."""
     _copied: "torch.cuda.Event | None" = field(default=None)
 
+    def windows(self) -> NDArray[np.float64]:
+        """[W, stats], a row for each `WINDOW` tokens of a segment; waits where the copy has not arrived."""
+        table: NDArray[np.float64] = rearrange(self._arrived()[:-1], "(w s) -> w s", s=len(STAT_COLUMNS))
+        return table
+
     def table(self) -> NDArray[np.float64]:
-        """[G, stats] on the host; waits for the copy where it has not arrived."""
-        return self._arrived()[:-1].reshape(len(self.batch.host_segments), len(STAT_COLUMNS))
+        """[G, stats], a row a segment."""
+        windows = self.windows()
+        if not len(self.first_window):
+            return windows
+        table = np.add.reduceat(windows, self.first_window, axis=0)
+        table[:, _MAXIMA] = np.maximum.reduceat(windows[:, _MAXIMA], self.first_window, axis=0)
+        return table
 
     def num_trained(self) -> int:
         """Positions that `loss_mask` trains, inside segments or not."""
@@ -60,9 +77,10 @@ def measure(batch: Batch, trainer_logprobs: Tensor) -> Measured:
     _check(batch, trainer_logprobs)
     detached = trainer_logprobs.detach()
     inference = batch.inference_logprobs
-    table = alignment_stats(detached, inference, batch.loss_mask, batch.segments)
+    windows, first_window = _windows(batch.host_segments)
+    table = alignment_stats(detached, inference, batch.loss_mask, windows.to(detached.device))
     trained = batch.loss_mask.sum().to(torch.float64).reshape(1)
-    host, copied = _to_host(torch.cat([table.reshape(-1), trained]))
+    host, copied = _to_host(torch.cat([rearrange(table, "w s -> (w s)"), trained]))
     compared = batch.loss_mask & torch.isfinite(detached) & torch.isfinite(inference)
     if not all(provenance.comparable(batch.purpose) for provenance in batch.provenances):
         compared &= _comparable(batch).to(compared.device)
@@ -71,27 +89,41 @@ def measure(batch: Batch, trainer_logprobs: Tensor) -> Measured:
         trainer_logprobs=detached,
         ratio=policy_ratio(trainer_logprobs, inference, compared),
         compared=compared,
+        first_window=first_window,
         _host=host,
         _copied=copied,
     )
 
 
-def _check(batch: Batch, trainer_logprobs: Tensor) -> None:
-    expected = f"[{batch.shape[0]}, {batch.shape[1]}] float32 or float64 on {batch.loss_mask.device}"
-    fits = (
-        tuple(trainer_logprobs.shape) == batch.shape
-        and trainer_logprobs.dtype in (torch.float32, torch.float64)
-        and trainer_logprobs.device == batch.loss_mask.device
-    )
-    if not fits:
-        raise AlignmentError.of(
-            finding(
-                "batch-mismatch",
-                expected=f"trainer logprobs {expected}",
-                found=f"{list(trainer_logprobs.shape)} {str(trainer_logprobs.dtype).removeprefix('torch.')} "
-                f"on {trainer_logprobs.device}",
-            )
-        )
+def _windows(segments: Sequence[Segment]) -> tuple[Tensor, NDArray[np.int64]]:
+    """[W, 4] int32 pieces of at most `WINDOW` positions, and the first piece of each segment [G]."""
+    rows: list[tuple[int, int, int, int]] = []
+    first: list[int] = []
+    for part in segments:
+        first.append(len(rows))
+        starts = range(part.start, part.stop, WINDOW)
+        rows += [(part.row, at, min(at + WINDOW, part.stop), part.turn) for at in starts]
+    table = torch.tensor(rows, dtype=torch.int32) if rows else torch.empty(0, 4, dtype=torch.int32)
+    return table, np.array(first, np.int64)
+
+
+def _check(batch: Batch, trainer_logprobs: object) -> None:
+    shape, device = list(batch.shape), batch.loss_mask.device
+    expected = f"trainer logprobs {shape} float32 or float64 on {device}"
+    if not isinstance(trainer_logprobs, Tensor):
+        raise _mismatch(expected, type(trainer_logprobs).__name__)
+    values = trainer_logprobs
+    if (
+        list(values.shape) != shape
+        or values.dtype not in (torch.float32, torch.float64)
+        or values.device != device
+    ):
+        dtype = str(values.dtype).removeprefix("torch.")
+        raise _mismatch(expected, f"{list(values.shape)} {dtype} on {values.device}")
+
+
+def _mismatch(expected: str, found: str) -> AlignmentError:
+    return AlignmentError.of(finding("batch-mismatch", expected=expected, found=found))
 
 
 def _to_host(packed: Tensor) -> "tuple[Tensor, torch.cuda.Event | None]":

@@ -8,7 +8,7 @@ from importlib.resources import as_file, files
 
 import numpy as np
 
-from rlbatch.alignment import Judge, Limits, measure
+from rlbatch.alignment import Judge, measure
 from rlbatch.collate import collate
 from rlbatch.errors import Finding, render
 from rlbatch.faults import FAULTS, Fault
@@ -18,9 +18,6 @@ from rlbatch.storage import open_reader
 
 DATA = "demo.safetensors"
 SEED = 0
-
-LIMITS = Limits(min_tokens=400)
-"""The package's 32 rollouts have 604 sampled tokens, too few for the default; a step has many more."""
 
 
 def run() -> Iterator[tuple[str, bool]]:
@@ -54,7 +51,7 @@ def judge(samples: Sequence[Sample]) -> tuple[Finding, ...]:
     batch = collate([sample for sample, _ in whole], layout="padded", origins=[origin for _, origin in whole])
     if batch.proximal_logprobs is None:
         return findings
-    judging = Judge(trainer_version=None, limits=LIMITS)
+    judging = Judge(trainer_version=None)
     judging.add(measure(batch, batch.proximal_logprobs))
     return (*findings, *judging.verdict().findings)
 

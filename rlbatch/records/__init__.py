@@ -6,8 +6,15 @@ Knows nothing of engines, files or tensors; numpy only.
 """
 
 from rlbatch.records.comparison import identical
-from rlbatch.records.provenance import LOGPROBS_MODES, LogprobsMode, Provenance, Purpose, SamplingParams
-from rlbatch.records.sample import Origin, Sample, Segment, origins_of, sampled_segments
+from rlbatch.records.provenance import (
+    LOGPROBS_MODES,
+    PURPOSES,
+    LogprobsMode,
+    Provenance,
+    Purpose,
+    SamplingParams,
+)
+from rlbatch.records.sample import Origin, Sample, Segment, check_samples, origins_of, sampled_segments
 from rlbatch.records.token_fields import TOKEN_FIELDS, UNKNOWN_VERSION, Align, TokenField
 from rlbatch.records.turn import FINISH_REASONS, FinishReason, Trajectory, Turn, Usage, VersionSpan
 
@@ -18,6 +25,7 @@ __all__ = [
     "LOGPROBS_MODES",
     "LogprobsMode",
     "Origin",
+    "PURPOSES",
     "Provenance",
     "Purpose",
     "Sample",
@@ -30,6 +38,7 @@ __all__ = [
     "UNKNOWN_VERSION",
     "Usage",
     "VersionSpan",
+    "check_samples",
     "identical",
     "origins_of",
     "sampled_segments",

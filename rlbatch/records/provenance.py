@@ -3,16 +3,31 @@
 An engine's reply does not say it. The rules of what may be compared with what are here and nowhere else.
 """
 
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Literal, TypeAlias
 
 from rlbatch.errors import RecordError
-from rlbatch.records.structure import check_scalar, check_text, keep_number, kind_of
+from rlbatch.records.structure import check_choice, check_scalar, check_text, keep_number, kind_of
 
 LogprobsMode: TypeAlias = Literal["processed", "raw", "unknown"]
 Purpose: TypeAlias = Literal["train", "audit"]
 
+PURPOSES: tuple[Purpose, ...] = ("train", "audit")
 LOGPROBS_MODES: tuple[LogprobsMode, ...] = ("processed", "raw", "unknown")
+
+
+_RANGES: Mapping[str, tuple[Callable[[float], bool], str]] = {
+    "temperature": (lambda value: 0 <= value < math.inf, "finite and >= 0"),
+    "top_p": (lambda value: 0 < value <= 1, "above 0 and <= 1"),
+    "top_k": (lambda value: value >= 0, ">= 0 (0 is off)"),
+    "min_p": (lambda value: 0 <= value <= 1, "from 0 to 1"),
+    "repetition_penalty": (lambda value: 0 < value < math.inf, "finite and above 0"),
+    "presence_penalty": (math.isfinite, "a finite number"),
+    "frequency_penalty": (math.isfinite, "a finite number"),
+    "min_tokens": (lambda value: value >= 0, ">= 0"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,14 +54,11 @@ class SamplingParams:
             check_scalar(f"SamplingParams.{spec.name}", getattr(self, spec.name), spec.type)
             if spec.type is float:
                 keep_number(self, spec.name)
-        if not (0 <= self.temperature < float("inf")):
-            raise RecordError(
-                f"SamplingParams.temperature: expected finite and >= 0, found {self.temperature}"
-            )
-        if self.top_k < 0:
-            raise RecordError(f"SamplingParams.top_k: expected >= 0 (0 is off), found {self.top_k}")
-        if not (0 < self.top_p <= 1):
-            raise RecordError(f"SamplingParams.top_p: expected 0 < top_p <= 1, found {self.top_p}")
+        for name, (holds, expected) in _RANGES.items():
+            value = getattr(self, name)
+            # Written so that NaN is refused too.
+            if not holds(value):
+                raise RecordError(f"SamplingParams.{name}: expected {expected}, found {value}")
 
     @property
     def greedy(self) -> bool:
@@ -92,14 +104,11 @@ class Provenance:
     """sha256 of the tokenizer's `tokenizer.json`."""
     dtype: str | None = None
     vocab_size: int | None = None
+    """Ids that tokenizer and model know; one at or above it is an error. The head may have more rows."""
     eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.logprobs_mode not in LOGPROBS_MODES:
-            raise RecordError(
-                f"Provenance.logprobs_mode: expected one of {', '.join(LOGPROBS_MODES)}, "
-                f"found {self.logprobs_mode!r}"
-            )
+        check_choice("Provenance.logprobs_mode", self.logprobs_mode, LOGPROBS_MODES)
         if not isinstance(self.sampling, SamplingParams):
             raise RecordError(f"Provenance.sampling: expected SamplingParams, found {kind_of(self.sampling)}")
         check_text(self, "engine")
@@ -110,6 +119,11 @@ class Provenance:
             if self.vocab_size < 1:
                 raise RecordError(f"Provenance.vocab_size: expected >= 1, found {self.vocab_size}")
         object.__setattr__(self, "eos_token_ids", tuple(int(token_id) for token_id in self.eos_token_ids))
+
+    @property
+    def divisor(self) -> float:
+        """What the logits were divided by: the temperature, and 1 where decoding was greedy."""
+        return 1.0 if self.sampling.greedy else self.sampling.temperature
 
     @property
     def gives_behaviour_logprobs(self) -> bool:

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from rlbatch.errors import RecordError
 from rlbatch.records.provenance import LogprobsMode, Provenance
 from rlbatch.records.structure import (
+    check_choice,
     check_ids,
     check_length,
     check_scalar,
@@ -89,9 +90,8 @@ class Sample:
             if not isinstance(provenance, Provenance):
                 raise RecordError(f"Sample.provenances: expected Provenance, found {kind_of(provenance)}")
         for reason in self.finish_reasons:
-            if reason is not None and reason not in FINISH_REASONS:
-                known = ", ".join(FINISH_REASONS)
-                raise RecordError(f"Sample.finish_reasons: expected one of {known}, found {reason!r}")
+            if reason is not None:
+                check_choice("Sample.finish_reasons", reason, FINISH_REASONS)
 
     def _check_tokens(self) -> None:
         if len(self.token_ids) == 0:
@@ -140,6 +140,19 @@ class Segment:
     start: int
     stop: int
     turn: int
+
+
+def check_samples(samples: object) -> None:
+    """Refuse what is not a sequence of samples: a generator would be empty the second time.
+
+    Raises:
+        RecordError: it is something else, or has something else in it.
+    """
+    if not isinstance(samples, Sequence):
+        raise RecordError(f"samples: expected a sequence of Sample, found {kind_of(samples)}")
+    for index, sample in enumerate(samples):
+        if not isinstance(sample, Sample):
+            raise RecordError(f"samples[{index}]: expected Sample, found {kind_of(sample)}")
 
 
 def origins_of(samples: Sized, origins: Sequence[Origin] | None) -> Sequence[Origin]:

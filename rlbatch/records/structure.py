@@ -1,5 +1,6 @@
 """Checks of structure that records share: types, dtypes, lengths. Each names the record and the field."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -8,7 +9,7 @@ from rlbatch.errors import RecordError
 
 
 def freeze(record: object, name: str, dtype: np.dtype[Any] | type[np.generic]) -> None:
-    """Keep the field as a read-only view; nothing is cast, nothing is copied."""
+    """Keep the field as a read-only array; nothing is cast."""
     label = f"{type(record).__name__}.{name}"
     value = getattr(record, name)
     if not isinstance(value, np.ndarray):
@@ -17,9 +18,10 @@ def freeze(record: object, name: str, dtype: np.dtype[Any] | type[np.generic]) -
         raise RecordError(f"{label}: expected dtype {np.dtype(dtype)}, found {value.dtype}")
     if value.ndim != 1:
         raise RecordError(f"{label}: expected one dimension, found shape {list(value.shape)}")
-    view = value.view()
-    view.flags.writeable = False
-    object.__setattr__(record, name, view)
+    # What the caller can still write is copied: it was checked now, and must stay as it was.
+    kept = value.copy() if value.flags.writeable else value.view()
+    kept.flags.writeable = False
+    object.__setattr__(record, name, kept)
 
 
 def check_length(record: object, name: str, expected: int) -> None:
@@ -69,6 +71,13 @@ def check_scalar(label: str, value: object, kind: object) -> None:
     allowed = {bool: (bool,), int: (int,), float: (int, float)}[kind]  # type: ignore[index]
     if not isinstance(value, allowed) or (isinstance(value, bool) and kind is not bool):
         raise RecordError(f"{label}: expected {getattr(kind, '__name__', kind)}, found {value!r}")
+
+
+def check_choice(label: str, value: object, choices: Iterable[str]) -> None:
+    """Refuse a word that is not one of the choices."""
+    known = tuple(choices)
+    if value not in known:
+        raise RecordError(f"{label}: expected one of {', '.join(known)}, found {value!r}")
 
 
 def kind_of(value: object) -> str:

@@ -9,7 +9,15 @@ from numpy.typing import NDArray
 
 from rlbatch.errors import RecordError
 from rlbatch.records.provenance import Provenance
-from rlbatch.records.structure import check_ids, check_length, check_text, freeze, keep_number, kind_of
+from rlbatch.records.structure import (
+    check_choice,
+    check_ids,
+    check_length,
+    check_text,
+    freeze,
+    keep_number,
+    kind_of,
+)
 
 FinishReason: TypeAlias = Literal["stop", "length", "abort", "tool_calls"]
 
@@ -70,11 +78,8 @@ class Turn:
             check_length(self, "raw_inference_logprobs", num_tokens)
         check_ids(self, "prompt_token_ids")
         check_ids(self, "completion_token_ids")
-        if self.finish_reason is not None and self.finish_reason not in FINISH_REASONS:
-            raise RecordError(
-                f"Turn.finish_reason: expected one of {', '.join(FINISH_REASONS)}, "
-                f"found {self.finish_reason!r}"
-            )
+        if self.finish_reason is not None:
+            check_choice("Turn.finish_reason", self.finish_reason, FINISH_REASONS)
         if not isinstance(self.provenance, Provenance):
             raise RecordError(f"Turn.provenance: expected Provenance, found {kind_of(self.provenance)}")
         _check_spans(self.policy_versions, num_tokens)

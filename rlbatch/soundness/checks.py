@@ -85,6 +85,46 @@ def mask_without_logprob(subject: Subject) -> Iterator[Finding]:
         )
 
 
+def advantage_not_finite(subject: Subject) -> Iterator[Finding]:
+    """Advantages that make the loss NaN."""
+    sample = subject.sample
+    bad = np.flatnonzero(sample.loss_mask & ~np.isfinite(sample.advantages))
+    if len(bad):
+        yield finding(
+            "advantage-not-finite",
+            where=subject.where(tokens=bad),
+            expected="finite advantages at trained tokens",
+            found=found_text(sample.advantages, bad, 0),
+        )
+
+
+def temperature_contradicted(subject: Subject) -> Iterator[Finding]:
+    """Sampled tokens whose temperature is not what their provenance says the logits were divided by."""
+    for segment, provenance in subject.turns():
+        stated = np.float32(provenance.divisor)
+        values = subject.sample.temperature[segment.start : segment.stop]
+        bad = np.flatnonzero(values != stated)
+        if len(bad):
+            yield finding(
+                "temperature-contradicted",
+                where=subject.where(segment.turn, segment.start + bad),
+                expected=f"temperature {stated:g}, by the provenance",
+                found=found_text(values, bad, segment.start),
+            )
+
+
+def modes_mixed(subject: Subject) -> Iterator[Finding]:
+    """Turns that no one batch can take."""
+    modes = sorted({provenance.logprobs_mode for _, provenance in subject.turns()})
+    if len(modes) > 1:
+        yield finding(
+            "modes-mixed",
+            where=subject.where(),
+            expected="turns of one logprobs_mode",
+            found=f"{' and '.join(modes)} logprobs",
+        )
+
+
 def greedy_sampled(subject: Subject) -> Iterator[Finding]:
     """Trained tokens of temperature 0; an audit compares them like any others."""
     if subject.purpose == "audit":
@@ -132,6 +172,9 @@ CHECKS: tuple[Callable[[Subject], Iterator[Finding]], ...] = (
     token_out_of_range,
     impossible_values,
     mask_without_logprob,
+    advantage_not_finite,
+    temperature_contradicted,
+    modes_mixed,
     greedy_sampled,
     incomparable,
     turn_prefix_broken,

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 from rlbatch.catalogue import finding
 from rlbatch.errors import Finding, SoundnessError, Where
-from rlbatch.records import Origin, Purpose, Sample, origins_of
+from rlbatch.records import PURPOSES, Origin, Purpose, Sample, check_samples, origins_of
+from rlbatch.records.structure import check_choice
 from rlbatch.soundness.checks import CHECKS, Subject
 
 
@@ -15,7 +16,7 @@ def check_sound(
     vocab_size: int | None = None,
     origins: Sequence[Origin] | None = None,
 ) -> tuple[Finding, ...]:
-    """Everything that can be known of the samples without a trainer; raises nothing.
+    """Everything that can be known of the samples without a trainer; no fault of theirs raises.
 
     Args:
         samples: as they came from one file, or from anywhere.
@@ -23,6 +24,8 @@ def check_sound(
         vocab_size: rows of the model's head, where a model is at hand.
         origins: one a sample, for the findings; without, its place in `samples`.
     """
+    check_choice("purpose", purpose, PURPOSES)
+    check_samples(samples)
     origins = origins_of(samples, origins)
     findings = [
         found
@@ -53,6 +56,7 @@ def require_sound(
 
     Raises:
         SoundnessError: a finding of error level; warnings pass.
+        RecordError: what is given is no sequence of samples.
     """
     findings = check_sound(samples, purpose=purpose, vocab_size=vocab_size, origins=origins)
     errors = [found for found in findings if found.severity == "error"]

@@ -21,6 +21,15 @@ class ValueFault:
     expected: str
 
 
+SENTINEL_AT = -9000.0
+"""Nats from which down a value is a marker: vLLM's -9999.0; no float32 softmax over real logits gives it."""
+
+
+def _is_sentinel(values: NDArray[np.floating[Any]]) -> NDArray[np.bool_]:
+    marker: NDArray[np.bool_] = (values <= SENTINEL_AT) & np.isfinite(values)
+    return marker
+
+
 def _is_positive(values: NDArray[np.floating[Any]]) -> NDArray[np.bool_]:
     positive: NDArray[np.bool_] = (values > POSITIVE_TOLERANCE) & np.isfinite(values)
     return positive
@@ -29,6 +38,7 @@ def _is_positive(values: NDArray[np.floating[Any]]) -> NDArray[np.bool_]:
 VALUE_FAULTS: tuple[ValueFault, ...] = (
     ValueFault(code="logprob-missing", test=np.isnan, expected="a logprob for each sampled token"),
     ValueFault(code="logprob-not-finite", test=np.isinf, expected="finite logprobs"),
+    ValueFault(code="logprob-sentinel", test=_is_sentinel, expected="logprobs, not markers"),
     ValueFault(code="logprob-positive", test=_is_positive, expected="logprobs of at most 0"),
 )
 """In order of precedence; no value is of two kinds."""

@@ -1,10 +1,11 @@
 """Whole files only: atomic writes, and what a directory of shards holds.
 
-A file is written under a temporary name in its own directory, flushed to the disk, and renamed. A process
-that is killed at any moment leaves whole files, and at most a temporary one: a leftover, which readers ignore
-and list. Knows nothing of what is in the files.
+A file is written under a temporary name in its own directory, flushed to the disk, and linked to its own
+name, which fails where that is taken. A process that is killed at any moment leaves whole files, and at most
+a temporary one: a leftover, which readers ignore and list. Knows nothing of what is in the files.
 """
 
+import errno
 import os
 import re
 import secrets
@@ -19,6 +20,9 @@ from rlbatch.catalogue import finding
 from rlbatch.errors import StorageError, Where
 
 SHARD_SUFFIX = ".safetensors"
+
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
+"""What file systems without hard links say; there two writers of one name can race."""
 
 # .000003.safetensors.tmp-4711-9f86d081: the name to be, who writes it, and a part that no other writer has.
 _LEFTOVER = re.compile(r"\..+\.tmp-[0-9]+-[0-9a-f]{8}")
@@ -100,11 +104,12 @@ def write_atomically(path: Path, pieces: Iterable[bytes | NDArray[Any]]) -> None
                 file.write(piece if isinstance(piece, bytes) else piece.data)
             file.flush()
             os.fsync(file.fileno())
-        temporary.replace(path)
+        _place(temporary, path)
         placed = True
         # The new name is on the disk only once its directory is.
         sync_directory(path.parent)
     except StorageError:
+        _remove(temporary)
         raise
     except BaseException as error:
         _remove(path if placed else temporary)
@@ -141,16 +146,35 @@ def make_directory(directory: Path) -> None:
         ) from error
 
 
+def _place(temporary: Path, path: Path) -> None:
+    """Give the file its name, unless somebody was faster: a rename would replace what they wrote."""
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        raise _taken(path) from None
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        _require_free(path)
+        temporary.replace(path)
+    else:
+        _remove(temporary)
+
+
 def _require_free(path: Path) -> None:
     if path.exists():
-        raise refusal(
-            "write-failed",
-            path,
-            expected="a name that is free: shards are written once",
-            found="a file of that name",
-            likely="the same path was written before, or two writers share a directory",
-            fix="name another path, or remove the old file first",
-        )
+        raise _taken(path)
+
+
+def _taken(path: Path) -> StorageError:
+    return refusal(
+        "write-failed",
+        path,
+        expected="a name that is free: shards are written once",
+        found="a file of that name",
+        likely="the same path was written before, or two writers share a directory",
+        fix="name another path, or give each writer a directory of its own",
+    )
 
 
 def _remove(path: Path) -> None:
