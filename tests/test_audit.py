@@ -461,3 +461,33 @@ def test_samples_of_several_modes_in_one_file_are_judged_apart(
     report = one(stored(tmp_path, mixed), scorer)
     assert report.verdict == "sound"
     assert report.figures.num_tokens == 604 + 569
+
+
+@pytest.mark.parametrize("trainer_version", [None, 5])
+def test_rows_with_each_others_logprobs_are_never_called_sound(
+    scorer: Scorer, tmp_path: Path, samples: list[Sample], trainer_version: int | None
+) -> None:
+    """Of unknown age, too: nobody's age gives a token another token's logprob."""
+    strangers = []
+    for sample, other in zip(samples, samples[1:] + samples[:1], strict=True):
+        values = other.inference_logprobs[other.loss_mask]
+        logprobs = sample.inference_logprobs.copy()
+        logprobs[sample.loss_mask] = np.resize(values, int(sample.loss_mask.sum()))
+        strangers.append(replace(sample, inference_logprobs=logprobs))
+    report = one(stored(tmp_path, strangers), scorer, settings(trainer_version=trainer_version))
+    assert report.verdict == "findings"
+    assert "unexplained" in codes(report.findings)
+
+
+def test_drift_within_the_limits_of_no_age_is_not_called_sound(
+    scorer: Scorer, tmp_path: Path, samples: list[Sample]
+) -> None:
+    """Two versions, neither with enough tokens for a limit, both off by more than a limit allows."""
+    offset = np.float32(0.44)
+    versions = [np.where(s.loss_mask, i % 2, -1).astype(np.int32) for i, s in enumerate(samples * 2)]
+    drifted = [
+        replace(s, inference_logprobs=s.inference_logprobs - offset, policy_version=version)
+        for s, version in zip(samples * 2, versions, strict=True)
+    ]
+    report = one(stored(tmp_path, drifted), scorer, settings(trainer_version=1))
+    assert report.verdict == "not-judged"
