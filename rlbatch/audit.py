@@ -13,7 +13,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from rlbatch.alignment import Judge, measure
+from rlbatch.alignment import Judge, Limits, measure
+from rlbatch.alignment.limits import CLEAN_MEAN
 from rlbatch.batch import Batch
 from rlbatch.catalogue import finding
 from rlbatch.collate import collate
@@ -184,6 +185,8 @@ class _FileAudit:
             self._findings.append(_nothing_trained(self._path, self._num_samples))
         if any(found.severity == "error" for found in self._findings):
             return self._report("findings", self._figures, self._num_samples)
+        if not verdict.judged and self._figures.num_tokens and not self._findings:
+            self._findings.append(_too_few(self._path, self._figures, self._judge.limits))
         word: Verdict = "sound" if verdict.judged else "not-judged"
         return self._report(word, self._figures, self._num_samples)
 
@@ -265,6 +268,17 @@ def _mismatch(stored: str, found: str, scorer: Scorer, path: Path) -> Finding:
         where=Where(path=str(path)),
         expected=f"{stored}, as stored",
         found=f"{found} in {scorer.path}",
+    )
+
+
+def _too_few(path: Path, figures: Figures, limits: Limits) -> Finding:
+    return finding(
+        "too-few-to-judge",
+        where=Where(path=str(path)),
+        expected=f"at least {limits.min_tokens} compared tokens of one version, or a mean |log_ratio| under "
+        f"{CLEAN_MEAN} nats in every turn",
+        found=f"{figures.num_tokens} tokens, inference KLD {figures.k3:.3g}, |log_ratio| up to "
+        f"{figures.max_abs_log_ratio:.3g} nats",
     )
 
 

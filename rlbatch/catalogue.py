@@ -463,6 +463,15 @@ _ENTRIES = (
         fix="check the weight sync, the engine's dtype and quantisation, and its attention backend",
     ),
     Entry(
+        code="too-few-to-judge",
+        level="drift",
+        severity="warning",
+        symptom="An audit cannot tell noise from a fault: few tokens, which do not agree closely.",
+        check="Fewer than min_tokens compared tokens of one version, and segments that are not clean.",
+        likely="a small file; or logprobs_mode or temperature stated wrongly, which looks just like this",
+        fix="give more rollouts of the same weights, and check --logprobs-mode and --temperature",
+    ),
+    Entry(
         code="ratio-tail",
         level="drift",
         severity="warning",

@@ -188,14 +188,16 @@ def _cells(num_samples: int, figures: Figures) -> list[str]:
 
 
 def _figures(num_samples: int, figures: Figures) -> dict[str, Any]:
+    """null where nothing was compared: 0 would read as perfect agreement."""
+    empty = not figures.num_tokens
     return {
         "num_samples": num_samples,
         "num_tokens": figures.num_tokens,
-        "k1": figures.k1,
-        "k3": figures.k3,
-        "inference_kld_capped": figures.inference_kld_capped,
-        "max_abs_log_ratio": figures.max_abs_log_ratio,
-        "quantiles": {str(q): figures.quantile(q) for q in QUANTILES},
+        "k1": None if empty else figures.k1,
+        "k3": None if empty else figures.k3,
+        "inference_kld_capped": None if empty else figures.inference_kld_capped,
+        "max_abs_log_ratio": None if empty else figures.max_abs_log_ratio,
+        "quantiles": {str(q): None if empty else figures.quantile(q) for q in QUANTILES},
     }
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import fields
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -340,6 +341,11 @@ def test_the_demonstrations_data_are_the_recorded_rows_with_their_trainers_logpr
         # Measured on these rows, engine against transformers in float32: 1.9e-5 nats at most.
         assert max(abs(trainer - row["lp"])) < 1e-4
     assert judge(samples) == ()
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    result = rlbatch("--version")
+    assert (result.exit_code, result.stdout) == (0, f"rlbatch {metadata.version('rlbatch')}\n")
 
 
 def test_help_lists_every_flag_in_full_and_each_field_has_one() -> None:

@@ -8,6 +8,7 @@ import traceback
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated
 
@@ -32,8 +33,20 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     # Plain help: the boxes cut the names of flags off at 80 columns.
     rich_markup_mode=None,
-    help="Exact tokens and logprobs from the engine to the loss.",
 )
+
+
+@app.callback(invoke_without_command=True, no_args_is_help=True)
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", is_eager=True, show_default=False)
+    ] = False,
+) -> None:
+    """Exact tokens and logprobs from the engine to the loss."""
+    if version:
+        typer.echo(f"rlbatch {metadata.version('rlbatch')}")
+        raise typer.Exit
+
 
 Paths = Annotated[
     list[Path],
@@ -74,7 +87,7 @@ def audit(
         ),
     ] = None,
 ) -> None:
-    """Score stored rollouts with a model and say whether engine and trainer agree.
+    """Say whether engine and trainer agree on stored rollouts.
 
     Ends with 0 where all files pass, 1 on a finding of error level, 2 on what cannot be used, 3 where a file
     could not be judged. The flags from --engine on state what recorded JSON leaves open; a field that neither
@@ -108,7 +121,7 @@ def convert(
         ),
     ] = None,
 ) -> None:
-    """Write recorded rollouts as shards; nothing is written unless all of them are without fault.
+    """Write recorded rollouts as shards, all or none.
 
     The flags from --engine on state what recorded JSON leaves open; a field that neither states is an error.
     """
@@ -126,7 +139,7 @@ def convert(
 def explain(
     code: Annotated[str | None, typer.Argument(show_default=False, help="Without it, all codes.")] = None,
 ) -> None:
-    """Say what a code means, how it is found, what it likely comes from and how to mend it."""
+    """Say what a code means, and how to mend it."""
     if code is None:
         typer.echo(list_text())
         return
@@ -138,7 +151,7 @@ def explain(
 
 @app.command()
 def demo() -> None:
-    """Show what is said of real rollouts, and of the same with each known fault planted; needs no model."""
+    """Show what is said of each known fault; needs no model."""
     from rlbatch.cli.demo import run
 
     with _errors_told():

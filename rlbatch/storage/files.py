@@ -113,6 +113,15 @@ def write_atomically(path: Path, pieces: Iterable[bytes | NDArray[Any]]) -> None
         raise
     except BaseException as error:
         _remove(path if placed else temporary)
+        if isinstance(error, FileNotFoundError):
+            raise refusal(
+                "write-failed",
+                path,
+                expected=f"a directory {path.parent}",
+                found="none of that name",
+                likely="it was not made yet",
+                fix="make it first, or use open_writer, which does",
+            ) from error
         if isinstance(error, OSError):
             refused = refusal("write-failed", path, expected="a file written whole", found=reason(error))
             raise refused from error

@@ -35,6 +35,7 @@ MAX_DOCUMENT_BYTES = 1 << 30
 
 _HTTP_OK = 200
 _ROUTES = ("/v1/completions", "/v1/chat/completions", "/inference/v1/generate")
+_WRAP = "wrap the body with what it answers: {endpoint, request, status, response: the body}"
 _WANTED = "a recorded rollout {sampling, rows} or a reply wrapper {endpoint, request, response}"
 
 
@@ -69,6 +70,8 @@ class _Document(msgspec.Struct):
     """As it stands in the file, for `parse_response`; empty where there is none."""
     sse: object = None
     response_text: str | None = None
+    choices: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    """Of a reply's body without its wrapper."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,9 +196,10 @@ def _decode(data: bytes, place: _Place) -> _Document:
         document = msgspec.json.decode(data, type=_Document)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         kind = _WANTED if isinstance(error, msgspec.ValidationError) else "JSON"
-        raise _unusable(place.path, kind, _at_line(place, str(error))) from None
+        raise _unusable(place.path, kind, _at_line(place, str(error)), likely=_why(data, error)) from None
     if document.rows is None and document.endpoint is None:
-        raise _unusable(place.path, _WANTED, _at_line(place, "neither `rows` nor `endpoint`"))
+        fix = _WRAP if document.choices is not msgspec.UNSET else None
+        raise _unusable(place.path, _WANTED, _at_line(place, "neither `rows` nor `endpoint`"), fix=fix)
     return document
 
 
@@ -280,6 +284,15 @@ def _located(error: ReplyError, where: Where, *, line: int | None = None) -> Rep
     )
 
 
+def _why(data: bytes, error: Exception) -> str:
+    """The likely cause of what cannot be decoded."""
+    if isinstance(error, msgspec.ValidationError):
+        return "a file of another kind, or a field of another type"
+    if b"NaN" in data or b"Infinity" in data:
+        return "a writer that spells numbers NaN or Infinity, which is no JSON: the value was not finite"
+    return "the file was cut off, or is not JSON" if data.strip() else "the file is empty"
+
+
 def _at_line(place: _Place, text: str) -> str:
     return text if place.line is None else f"line {place.line}: {text}"
 
@@ -288,6 +301,10 @@ def _malformed(complaint: str, where: Where) -> Finding:
     return finding("reply-malformed", where=where, expected=_WANTED, found=complaint)
 
 
-def _unusable(path: Path, expected: str, found: str, *, fix: str | None = None) -> StorageError:
+def _unusable(
+    path: Path, expected: str, found: str, *, likely: str | None = None, fix: str | None = None
+) -> StorageError:
     where = Where(path=str(path))
-    return StorageError.of(finding("file-unusable", where=where, expected=expected, found=found, fix=fix))
+    return StorageError.of(
+        finding("file-unusable", where=where, expected=expected, found=found, likely=likely, fix=fix)
+    )

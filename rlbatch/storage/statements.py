@@ -144,6 +144,7 @@ def provenance_of(
             the value.
     """
     stated = {name: value for name, value in _stated(statement).items() if name in SAMPLING_FIELDS}
+    _sampling({"temperature": 1.0, **stated}, where)
     _require_agreement(said, stated, where)
     values = {**stated, **said}
     missing = [name for name in ("engine", "logprobs_mode") if getattr(statement, name) is None]
@@ -152,19 +153,22 @@ def provenance_of(
     if missing or statement.engine is None or statement.logprobs_mode is None:
         raise ReplyError.of(_missing(missing, where))
     identity = identity or ModelIdentity()
-    try:
-        sampling = SamplingParams(**values)  # type: ignore[arg-type]
-    except RecordError as error:
-        raise ReplyError.of(_bad_value(str(error), where)) from None
     return Provenance(
         engine=statement.engine,
         engine_version=statement.engine_version,
         logprobs_mode=statement.logprobs_mode,
-        sampling=sampling,
+        sampling=_sampling(values, where),
         tokenizer_fingerprint=identity.tokenizer_fingerprint,
         vocab_size=identity.vocab_size,
         eos_token_ids=identity.eos_token_ids,
     )
+
+
+def _sampling(values: Mapping[str, object], where: Where) -> SamplingParams:
+    try:
+        return SamplingParams(**values)  # type: ignore[arg-type]
+    except RecordError as error:
+        raise ReplyError.of(_bad_value(str(error), where)) from None
 
 
 def require_agreement(provenances: Iterable[Provenance], statement: Statement, where: Where) -> None:
