@@ -239,10 +239,18 @@ def test_ages_count_versions_and_the_future_is_unknown():
 
 
 def test_a_gross_mismatch_without_a_cause_is_unexplained_and_strangers_are_at_any_age():
-    strangers = [-7.0, -0.6, -5.0, -0.7, -0.9, -6.0, -7.5, -0.55]
+    truth, strangers = (np.random.default_rng(seed).uniform(-6, -0.05, 40).tolist() for seed in (0, 1))
     for version in (None, 1, 2):
         batch = batch_of(strangers, version=version)
-        assert codes(verdict_of(batch, TRUTH, trainer_version=2)) == [("unexplained", "error")]
+        assert codes(verdict_of(batch, truth, trainer_version=2)) == [("unexplained", "error")]
+
+
+def test_a_short_row_that_moved_far_is_not_taken_for_a_stranger():
+    # A real row of 10 tokens, two policies old at a high learning rate: lag 0 fits it best.
+    truth = [-0.0022, 0.0, -8.29, -0.001, -12.48, -7.48, -11.96, -0.025, -3.56, -0.48]
+    inference = [-0.0015, 0.0, -5.59, -0.0013, -7.23, -3.75, -1.82, -0.0007, -0.081, -0.0047]
+    batch = batch_of(inference, version=0)
+    assert codes(verdict_of(batch, truth, trainer_version=2)) == [("unexplained", "warning")]
 
 
 def test_old_data_that_moved_far_but_belongs_to_its_tokens_is_a_warning_and_not_judged():

@@ -15,6 +15,8 @@ from rlbatch.alignment.limits import (
     GROSS_MIN_TOKENS,
     GROSS_TRIMMED_SHARE,
     STRANGER_MIN_TOKENS,
+    STRANGER_MIN_UNCERTAIN,
+    STRANGER_RANK,
     STRANGER_SHARE,
     UNCERTAIN_BELOW,
     WINDOW,
@@ -181,14 +183,17 @@ def _are_strangers(evidence: Evidence) -> bool:
     """Whether engine and trainer agree no better than if their tokens had been paired at random."""
     trainer, inference = (side[evidence.usable] for side in (evidence.trainer, evidence.inference))
     uncertain = min((trainer < UNCERTAIN_BELOW).sum(), (inference < UNCERTAIN_BELOW).sum())
-    if uncertain < STRANGER_MIN_TOKENS:
+    if len(trainer) < STRANGER_MIN_TOKENS or uncertain < STRANGER_MIN_UNCERTAIN:
         return False
     paired = np.minimum(np.abs(trainer - inference), RESIDUAL_CLIP).mean()
-    return bool(paired >= STRANGER_SHARE * _mean_at_random(trainer, inference))
+    at_random = _means_at_random(trainer, inference)
+    fit_as_well = float((at_random <= paired).mean())
+    return bool(paired >= STRANGER_SHARE * at_random.mean() and fit_as_well >= STRANGER_RANK)
 
 
-def _mean_at_random(trainer: NDArray[np.float64], inference: NDArray[np.float64]) -> float:
-    """Mean clipped |difference| over pairs of different tokens: rolls by up to 64 spread-out steps."""
+def _means_at_random(trainer: NDArray[np.float64], inference: NDArray[np.float64]) -> NDArray[np.float64]:
+    """[R] mean clipped |difference| under rolls by up to 64 spread-out steps."""
     steps = np.unique(np.linspace(1, len(trainer) - 1, 64).round().astype(int))
     rolled = [np.abs(trainer - np.roll(inference, step)) for step in steps]
-    return float(np.minimum(rolled, RESIDUAL_CLIP).mean())
+    means: NDArray[np.float64] = np.minimum(rolled, RESIDUAL_CLIP).mean(axis=1)
+    return means
