@@ -34,6 +34,8 @@ class EngineOutput:
     """[C] true ints, 0 <= id < 2**31."""
     logprobs: Sequence[float | None] | None
     """[C] nats; None where the engine reported null."""
+    raw_logprobs: Sequence[float | None] | None = None
+    """[C] nats of the model's own softmax, from engines that report them beside `logprobs`; else None."""
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     policy_versions: tuple[VersionSpan, ...] = ()
@@ -62,13 +64,16 @@ def to_turn(output: EngineOutput, provenance: Provenance) -> Turn:
     """
     completion = _completion_ids(output)
     prompt = _prompt_ids(output)
-    values = _logprobs(output, num_prompt=len(prompt), num_ids=len(completion))
+    values = _logprobs(output, output.logprobs, num_prompt=len(prompt), num_ids=len(completion))
     behaviour = provenance.gives_behaviour_logprobs
+    raw = None if behaviour else values
+    if output.raw_logprobs is not None:
+        raw = _logprobs(output, output.raw_logprobs, num_prompt=len(prompt), num_ids=len(completion))
     return Turn(
         prompt_token_ids=np.array(prompt, dtype=np.int32),
         completion_token_ids=np.array(completion, dtype=np.int32),
         inference_logprobs=values if behaviour else np.full_like(values, np.nan),
-        raw_inference_logprobs=None if behaviour else values,
+        raw_inference_logprobs=raw,
         finish_reason=_finish_reason(output),
         stop_reason=output.stop_reason,
         policy_versions=_spans(output, num_ids=len(completion)),
@@ -93,11 +98,13 @@ def _prompt_ids(output: EngineOutput) -> Sequence[int]:
     return output.prompt_token_ids
 
 
-def _logprobs(output: EngineOutput, *, num_prompt: int, num_ids: int) -> NDArray[np.float32]:
+def _logprobs(
+    output: EngineOutput, reported: Sequence[float | None] | None, *, num_prompt: int, num_ids: int
+) -> NDArray[np.float32]:
     """[C] float32 nats, every one of them reported and finite."""
-    if output.logprobs is None and num_ids:
+    if reported is None and num_ids:
         raise _refusal(output, "logprobs-missing", f"{num_ids} logprobs, one a sampled id", "no logprobs")
-    values = output.logprobs or ()
+    values = reported or ()
     if len(values) != num_ids:
         raise _length_refusal(output, num_values=len(values), num_prompt=num_prompt, num_ids=num_ids)
     if None in values:
