@@ -44,7 +44,8 @@ def to_samples(trajectory: Trajectory, versions: Mapping[str, int] | None = None
         One sample, or several where the prefix broke.
 
     Raises:
-        RecordError: `versions` lacks a label that the trajectory has.
+        RecordError: `versions` lacks a label that the trajectory has; or the turns of a sample have routed
+            experts for some of its tokens only, or of other layers or kinds.
 
     Example:
         turn 0 [1, 5] -> [7, 2], turn 1 [1, 5, 7, 2, 9] -> [8]: one sample [1, 5, 7, 2, 9, 8],
@@ -129,6 +130,7 @@ def _to_sample(
         reward=trajectory.reward,
         sibling=sibling,
         num_siblings=num_siblings,
+        routed_experts=_routed_experts(trajectory, branch),
         provenances=tuple(turn.provenance for turn in trajectory.turns),
         finish_reasons=tuple(turn.finish_reason for turn in trajectory.turns),
     )
@@ -165,6 +167,38 @@ class _Columns:
             self.raw_inference_logprobs[span] = turn.raw_inference_logprobs
         for part in turn.policy_versions:
             self.policy_version[start + part.start : start + part.stop] = _version(part.label, versions)
+
+
+def _routed_experts(trajectory: Trajectory, branch: _Branch) -> NDArray[np.integer] | None:
+    """[T-1, L, K]: each turn's rows from the first that no earlier turn has.
+
+    Rows that a later turn says again are of the same tokens passed through a second time; those that were in
+    force when the tokens were drawn are kept.
+    """
+    parts: list[NDArray[np.integer]] = []
+    num_rows = 0
+    num_with = sum(trajectory.turns[index].routed_experts is not None for index in branch.turns)
+    if num_with not in (0, len(branch.turns)):
+        raise RecordError(
+            f"Trajectory {trajectory.trajectory_id!r}: expected routed experts of every turn of a sample or of "
+            f"none, found them in {num_with} of {len(branch.turns)}"
+        )
+    for index in branch.turns:
+        turn = trajectory.turns[index]
+        rows, start = turn.routed_experts, turn.routed_experts_start
+        place = f"Trajectory {trajectory.trajectory_id!r}, turn {index}: expected routed experts"
+        if rows is None:
+            continue
+        if start > num_rows:
+            raise RecordError(f"{place} from token {num_rows} on, which no earlier turn has, found {start}")
+        if parts and (rows.dtype != parts[0].dtype or rows.shape[1:] != parts[0].shape[1:]):
+            raise RecordError(
+                f"{place} of {parts[0].dtype} [.., {', '.join(map(str, parts[0].shape[1:]))}] as before, "
+                f"found {rows.dtype} {list(rows.shape)}"
+            )
+        parts.append(rows[num_rows - start :])
+        num_rows = start + len(rows)
+    return np.concatenate(parts) if parts else None
 
 
 def _divisor(turn: Turn) -> float:

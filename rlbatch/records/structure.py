@@ -22,6 +22,30 @@ def freeze(record: object, name: str, dtype: np.dtype[Any] | type[np.generic]) -
     object.__setattr__(record, name, view)
 
 
+EXPERT_DTYPES = (np.dtype(np.uint8), np.dtype(np.uint16), np.dtype(np.int32))
+"""What engines count experts with: the smallest that holds them."""
+
+
+def freeze_experts(record: object, name: str, num_rows: int) -> None:
+    """Keep [num_rows, L, K] routed experts as a read-only view; nothing is cast, nothing is copied."""
+    label = f"{type(record).__name__}.{name}"
+    value = getattr(record, name)
+    if not isinstance(value, np.ndarray):
+        raise RecordError(f"{label}: expected a numpy array, found {kind_of(value)}")
+    if value.dtype not in EXPERT_DTYPES:
+        kinds = ", ".join(map(str, EXPERT_DTYPES))
+        raise RecordError(f"{label}: expected one of {kinds}, found {value.dtype}")
+    if value.ndim != 3 or len(value) != num_rows or 0 in value.shape[1:]:
+        raise RecordError(
+            f"{label}: expected [{num_rows}, layers, experts a token], found shape {list(value.shape)}"
+        )
+    if value.dtype.kind == "i" and value.size and int(value.min()) < 0:
+        raise RecordError(f"{label}: expected experts >= 0, found {int(value.min())}")
+    view = value.view()
+    view.flags.writeable = False
+    object.__setattr__(record, name, view)
+
+
 def check_length(record: object, name: str, expected: int) -> None:
     """Refuse a field of another length."""
     found = len(getattr(record, name))
