@@ -1,0 +1,84 @@
+"""A few thousand damaged replies in every test run; `fuzz_run.py` makes as many as it is asked for."""
+
+import random
+from collections import Counter
+
+import pytest
+from fuzz_mutations import KINDS, mutant
+from fuzz_reader import UnsaidError, says
+from fuzz_run import FooledError, fuzz, judge, judged, parse, readable
+from fuzz_seeds import all_seeds
+
+NUM_MUTANTS = 6_000
+
+
+@pytest.fixture(scope="module")
+def seeds():
+    return readable(all_seeds())
+
+
+@pytest.fixture(scope="module")
+def outcome(seeds):
+    return fuzz(seeds, NUM_MUTANTS, random_seed=1)
+
+
+def test_the_seeds_are_of_every_engine_whole_and_streamed(seeds):
+    forms = Counter((seed.engine, seed.streamed) for seed in seeds)
+    assert set(forms) == {
+        (engine, streamed) for engine in ("vllm", "sglang", "fireworks") for streamed in (0, 1)
+    }
+    assert forms["vllm", False] >= 95
+
+
+def test_no_mutant_is_misread_and_no_foreign_error_escapes(outcome):
+    _, failures = outcome
+    assert failures == []
+
+
+def test_every_kind_of_damage_is_survived_and_refused_in_every_form(outcome):
+    counts, _ = outcome
+    assert sum(counts.values()) == NUM_MUTANTS
+    forms = {form for form, _, _ in counts}
+    assert len(forms) == 6
+    for kind in KINDS:
+        by_outcome = Counter(
+            {each: sum(counts[form, kind, each] for form in forms) for each in ("accepted", "refused")}
+        )
+        assert min(by_outcome.values()) > 0, kind
+    assert all(counts[form, "cut", "accepted"] == 0 for form in forms)
+
+
+# The judge must be able to fail: each of these is a parser that was fooled.
+
+
+def test_the_judge_notices_another_id_logprob_or_number_of_choices(seeds):
+    seed = next(each for each in seeds if each.name.endswith("completions_n2_t1.json"))
+    turns = parse(seed, seed.tree, as_bytes=False)
+    said = says(seed.engine, seed.tree, seed.request)
+    assert judged(turns, said) == "accepted"
+    for wrong in (
+        [said[0], said[1]._replace(ids=[1, *said[1].ids[1:]])],
+        [said[0]._replace(logprobs=[-9.0, *said[0].logprobs[1:]]), said[1]],
+        [said[0]._replace(prompt=said[0].prompt[1:]), said[1]],
+        said[:1],
+    ):
+        with pytest.raises(FooledError):
+            judged(turns, wrong)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "fireworks"])
+def test_the_reader_calls_uneven_lists_and_wrong_counts_contradictions(seeds, engine):
+    seed = next(each for each in seeds if each.engine == engine and not each.streamed)
+    ids = {
+        "vllm": ("choices", 0, "token_ids"),
+        "fireworks": ("choices", 0, "token_ids"),
+        "sglang": ("output_ids",),
+    }
+    rng = random.Random(0)
+    for _ in range(2_000):
+        tree, path = mutant(seed.tree, "drop", rng)
+        if path[:-1] == ids[engine]:
+            break
+    with pytest.raises(UnsaidError):
+        says(engine, tree, seed.request)
+    assert judge(seed, tree) == "refused"
