@@ -195,7 +195,9 @@ def error_refusal(data: bytes) -> ReplyError:
         body = msgspec.json.decode(data)
     except (msgspec.DecodeError, RecursionError):
         body = None
-    known = isinstance(body, Mapping) and ("error" in body or "detail" in body or body.get("object") == "error")
+    known = isinstance(body, Mapping) and (
+        "error" in body or "detail" in body or body.get("object") == "error"
+    )
     return ReplyError.of(_error_body(body if known else {"error": None}))
 
 

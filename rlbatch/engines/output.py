@@ -115,7 +115,7 @@ def _logprobs(
         raise _length_refusal(output, num_values=len(values), num_prompt=num_prompt, num_ids=num_ids)
     try:
         # `array` takes no None, where numpy would make it NaN; and it is the faster way from a list.
-        doubles = np.frombuffer(array("d", values), np.float64)
+        doubles = np.frombuffer(array("d", values), np.float64)  # type: ignore[type-var]
     except TypeError:
         nulls = [at for at, value in enumerate(values) if value is None]
         found = _at("null", nulls, num_ids)

@@ -1,9 +1,9 @@
-"""The record of routed experts: base64 of an npy array, decoded without trusting it, and its place in the turn.
+"""The record of routed experts: base64 of an npy array, decoded without trust, and its place in the turn.
 
     [P + C - 1 - start, L, K]     row t is the pass over token t, which predicts token t + 1
 
-The reply does not say `start`; the request does, or the count of the rows. Reads the one npy header that numpy
-writes for such an array and no other, so that nothing in it is evaluated. Knows nothing of routes.
+The reply does not say `start`; the request does, or the count of the rows. Reads the one npy header that
+numpy writes for such an array and no other, so that nothing in it is evaluated. Knows nothing of routes.
 """
 
 import binascii
@@ -61,7 +61,7 @@ def routing_start(
         ReplyError: routed-experts-mismatch, the rows are not those of the tokens from there on.
 
     Example:
-        22 + 8 tokens, 29 rows -> 0; 19 rows and no request -> 10; 19 rows of a request that names none: refused
+        22 + 8 tokens, 29 rows -> 0; 19 rows and no request -> 10; 19 rows, a request without one: refused
     """
     num_passes = num_prompt + num_completion - 1
     counted = num_passes - num_rows
@@ -82,7 +82,9 @@ def routing_start(
 
 def _decode(value: object, label: str) -> NDArray[np.integer]:
     if not isinstance(value, str) or len(value) > MAX_BASE64_CHARS:
-        raise _malformed(label, f"a {type(value).__name__}" if not isinstance(value, str) else "too much text")
+        raise _malformed(
+            label, f"a {type(value).__name__}" if not isinstance(value, str) else "too much text"
+        )
     try:
         raw = binascii.a2b_base64(value.encode("ascii"), strict_mode=True)
     except (binascii.Error, UnicodeEncodeError):

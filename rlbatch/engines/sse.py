@@ -51,9 +51,10 @@ class EventSplitter:
         del self._buffer[: end + len(_END)]
         return [event for block in blocks if (event := _event(block)) is not None]
 
-    def rest(self) -> Event | None:
-        """What came after the last whole event, as if the stream had ended it; None where nothing did."""
-        return _event(bytes(self._buffer).strip(b"\n"))
+    @property
+    def rest(self) -> bytes:
+        """What came after the last whole event: part of one, unless only its line end is missing."""
+        return bytes(self._buffer).strip(b"\n")
 
     def _one_kind_of_line_end(self, raw: bytes) -> bytes:
         if self._ends_in_return and raw.startswith(b"\n"):

@@ -32,8 +32,10 @@ def check_statement(
 
 
 @contextmanager
-def with_request_id(request_id: str | None, told: Callable[[ReplyError], None] | None = None) -> Iterator[None]:
-    """Put the caller's name for the request into every finding of a refusal, and tell whoever wants to know."""
+def with_request_id(
+    request_id: str | None, told: Callable[[ReplyError], None] | None = None
+) -> Iterator[None]:
+    """Put the caller's name for the request into every finding of a refusal, and tell who wants to know."""
     try:
         yield
     except ReplyError as error:

@@ -11,7 +11,9 @@ from typing import Protocol
 
 from rlbatch.catalogue import finding
 from rlbatch.engines.body import error_refusal
+from rlbatch.engines.fireworks_stream import FireworksStream
 from rlbatch.engines.output import EngineOutput, to_turn
+from rlbatch.engines.sglang_stream import SglangStream
 from rlbatch.engines.sse import Event, EventSplitter
 from rlbatch.engines.stated import check_statement, with_request_id
 from rlbatch.engines.vllm_stream import VllmStream
@@ -36,7 +38,9 @@ class Stream(Protocol):
 
 StreamMaker = Callable[[Mapping[str, object] | None, Provenance], Stream]
 
-STREAMS: Mapping[str, StreamMaker] = MappingProxyType({"vllm": VllmStream})
+STREAMS: Mapping[str, StreamMaker] = MappingProxyType(
+    {"fireworks": FireworksStream, "sglang": SglangStream, "vllm": VllmStream}
+)
 """What assembles each engine's streams."""
 
 
@@ -76,8 +80,8 @@ class ResponseAssembler:
         """Take the next piece of the body, cut anywhere.
 
         Raises:
-            ReplyError: what has come so far cannot become exact tokens with exact logprobs. The reply is lost:
-                every later call raises the same.
+            ReplyError: what has come so far cannot become exact tokens with exact logprobs. The reply is
+                lost: every later call raises the same.
         """
         self._require_open()
         with with_request_id(self._request_id, self._refuse):
@@ -94,11 +98,11 @@ class ResponseAssembler:
             return list(self._turns)
         self._require_open()
         with with_request_id(self._request_id, self._refuse):
-            rest = self._events.rest()
-            if rest is not None:
-                if rest.data != DONE:
-                    raise _truncated("it ends within an event")
-                self._take(rest)
+            rest = self._events.rest
+            if rest == b"data: " + DONE:
+                self._take(Event("", DONE))
+            elif rest:
+                raise _truncated("it ends within an event")
             if not self._done:
                 raise _truncated("no `[DONE]` at its end")
             self._turns = [to_turn(output, self._provenance) for output in self._stream.finish()]

@@ -149,7 +149,9 @@ def _prompt_ids(body: Body, choices: list[Choice], prompts: Prompts) -> list[Seq
     return result
 
 
-def _prompt_contradiction(choice: Choice, said: Sequence[int], other: Sequence[int], place: str) -> ReplyError:
+def _prompt_contradiction(
+    choice: Choice, said: Sequence[int], other: Sequence[int], place: str
+) -> ReplyError:
     at = next((at for at, (a, b) in enumerate(zip(said, other, strict=False)) if a != b), None)
     where = "one is the beginning of the other" if at is None else f"they differ first at token {at}"
     return refuse(

@@ -66,7 +66,7 @@ def _choice(each: Any) -> Choice:  # noqa: ANN401
                 expected="an output that is finished",
                 found=f"choice {index} has no finish_reason",
                 likely="an output of a streaming generator that is not its last",
-                fix="pass the last output, whose lists are whole (RequestOutputKind.FINAL_ONLY or CUMULATIVE)",
+                fix="pass the last output, whose lists are whole (output_kind FINAL_ONLY or CUMULATIVE)",
             )
         )
     ids = _ids(each.token_ids)

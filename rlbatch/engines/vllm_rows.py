@@ -25,6 +25,8 @@ from rlbatch.engines.vllm_reply import (
 )
 from rlbatch.errors import ReplyError
 
+MAX_FLOAT32 = 3.4028234663852886e38
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
@@ -134,7 +136,9 @@ def _check_echo(
 ) -> None:
     nulls = sum(value is None for value in values[1:])
     if nulls:
-        raise refusal("logprob-missing", "a logprob for each echoed token after the first", f"{nulls} are null")
+        raise refusal(
+            "logprob-missing", "a logprob for each echoed token after the first", f"{nulls} are null"
+        )
     if spelt and list(spelt) != list(prompt_ids):
         raise _disagreement(choice, "echoed", spelt, prompt_ids)
 
@@ -190,6 +194,9 @@ def _check_alternatives(choice: Choice) -> None:
 
 
 def _agrees(entry: Entry) -> bool:
+    if entry.logprob is None or not -MAX_FLOAT32 <= entry.logprob <= MAX_FLOAT32:
+        # `to_turn` names these.
+        return True
     # Different tokens may share a text, in which case one of them is the sampled one.
     same = [
         other.logprob

@@ -1,10 +1,10 @@
 """vLLM's streams: chunks of completions, chat and generate put together into a whole body.
 
 What a chunk says is kept as it came; ids and logprobs are counted chunk by chunk, because two mistakes in two
-chunks may cancel. That each chunk came once and in order is held against what the stream says of it: the ends,
-the prompt's ids and chat's role (once a choice), text offsets (the text before), running and final counts.
-Where two chunks in a row are the same and no count proves that they are two, the stream is refused. The whole
-body is then judged by the rules of whole replies. Knows nothing of events.
+chunks may cancel. That each chunk came once and in order is held against what the stream says of it: the
+ends, the prompt's ids and chat's role (once a choice), text offsets (each begins where one ended), running
+and final counts. Where two chunks in a row are the same and no count proves that they are two, the stream is
+refused. The whole body is then judged by the rules of whole replies. Knows nothing of events.
 """
 
 from collections.abc import Mapping
@@ -71,10 +71,10 @@ class _Growing:
         "finished",
         "ids",
         "last",
+        "next_offset",
         "num_chars",
         "parsed",
         "prompt_ids",
-        "role",
         "texts",
         "tokens",
         "values",
@@ -89,8 +89,8 @@ class _Growing:
         self.entries: list[Entry] = []
         self.texts: list[str] = []
         self.num_chars = 0
+        self.next_offset = 0
         self.prompt_ids: list[int] | None = None
-        self.role = False
         self.parsed = False
         self.without_ids = False
         self.without_logprobs = False
@@ -110,7 +110,9 @@ class VllmStream:
         if asks_for(request, "echo"):
             raise refuse("echo-unsupported", "logprobs of the completion alone", "the request set echo=true")
         if request is not None and request.get("stream") is False:
-            raise refuse("statement-contradicted", "a request with stream=true", "the request set stream=false")
+            raise refuse(
+                "statement-contradicted", "a request with stream=true", "the request set stream=false"
+            )
         self._request = request
         self._provenance = provenance
         self._route: Route | None = None
@@ -215,20 +217,19 @@ def _take_prompt(state: _Growing, choice: ChunkChoice) -> None:
         if state.last:
             raise _disorder(choice, "the prompt's ids in a choice's first chunk", "them in a later one")
         state.prompt_ids = choice.prompt_token_ids
-    if choice.delta is not None and choice.delta.role is not None:
-        if state.last:
-            raise _disorder(choice, "the role in a choice's first chunk", "it in a later one")
-        state.role = True
+    if choice.delta is not None and choice.delta.role is not None and state.last:
+        raise _disorder(choice, "the role in a choice's first chunk", "it in a later one")
 
 
 def _take_text(state: _Growing, choice: ChunkChoice) -> None:
-    offsets = choice.logprobs.text_offset if choice.logprobs is not None else None
-    if offsets and offsets[0] != state.num_chars:
-        raise _disorder(
-            choice,
-            f"a text_offset of {state.num_chars}, the characters that came before",
-            f"{offsets[0]}: a chunk is missing, was repeated or came too early",
-        )
+    logprobs = choice.logprobs
+    if logprobs is not None and logprobs.text_offset:
+        # Newer versions count the characters of the tokens, older ones those of the text so far.
+        if logprobs.text_offset[0] not in (state.next_offset, state.num_chars):
+            found = f"{logprobs.text_offset[0]}: a chunk is missing, was repeated or came too early"
+            raise _disorder(choice, f"a text_offset of {state.next_offset}, where the last one ended", found)
+        if logprobs.tokens:
+            state.next_offset = logprobs.text_offset[-1] + len(logprobs.tokens[-1])
     text = choice.text
     if choice.delta is not None:
         text = choice.delta.content
@@ -246,7 +247,9 @@ def _take_tokens(state: _Growing, choice: ChunkChoice, completions: bool) -> int
     if logprobs is not None:
         entries, values = logprobs.content, logprobs.token_logprobs
         if (entries if completions else values) is not None:
-            raise refuse("reply-malformed", "logprobs where vLLM has them", f"choice {choice.index}: elsewhere")
+            raise refuse(
+                "reply-malformed", "logprobs where vLLM has them", f"choice {choice.index}: elsewhere"
+            )
     if entries is not None:
         state.entries += entries
         values = [entry.logprob for entry in entries]
@@ -276,7 +279,9 @@ def _whole(index: int, state: _Growing, route: Route) -> Choice:
     last = state.finished
     if last is None:
         raise refuse(
-            "stream-truncated", "a finish_reason for every choice", f"choice {index}: none, after {len(state.ids)} ids"
+            "stream-truncated",
+            "a finish_reason for every choice",
+            f"choice {index}: none, after {len(state.ids)} ids",
         )
     if state.without_ids and state.ids:
         raise refuse("ids-missing", "ids in every chunk", f"choice {index}: some chunks have none")

@@ -59,7 +59,7 @@ COLUMNS = (
 
 
 EXPERTS = "routed_experts"
-EXPERT_COLUMNS = {
+EXPERT_COLUMNS: dict[str, np.dtype[Any]] = {
     f"{EXPERTS}.itemsize": np.dtype(np.uint8),
     f"{EXPERTS}.num_layers": np.dtype(np.int32),
     f"{EXPERTS}.num_choices": np.dtype(np.int32),

@@ -1,6 +1,6 @@
 """Recorded JSON, read as samples: rollouts, reply wrappers, and `.jsonl` of either.
 
-    rollouts  {sampling, rows: [{prompt_ids, ids, lp, text, finish_reason, stop_reason}, ...], ...}
+    rollouts  {sampling, rows: [{prompt_ids, ids, lp, text, finish_reason, stop_reason, routed_experts}, ...]}
     wrapper   {endpoint, request, status, response | sse | response_text}
 
 `sampling` lists what differed from neutral. A row with a fault of its own (counts, nulls, infinities) comes
@@ -17,9 +17,10 @@ import msgspec
 
 from rlbatch.assemble import to_samples
 from rlbatch.catalogue import CATALOGUE, finding
-from rlbatch.engines import parse_response
-from rlbatch.engines.body import TokenId, chunk_refusal, refusal
+from rlbatch.engines import ResponseAssembler, parse_response
+from rlbatch.engines.body import TokenId, refusal
 from rlbatch.engines.output import EngineOutput, to_turn
+from rlbatch.engines.routing import read_routing, routing_start
 from rlbatch.errors import Finding, RecordError, ReplyError, StorageError, Where
 from rlbatch.records import Provenance, Sample, Trajectory, Turn
 from rlbatch.storage.statements import (
@@ -57,6 +58,7 @@ class _RecordedRow(msgspec.Struct, gc=False):
     text: str | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    routed_experts: str | None = None
 
 
 class _Document(msgspec.Struct):
@@ -67,7 +69,7 @@ class _Document(msgspec.Struct):
     status: int | None = None
     response: msgspec.Raw = msgspec.Raw()
     """As it stands in the file, for `parse_response`; empty where there is none."""
-    sse: object = None
+    sse: str | None = None
     response_text: str | None = None
 
 
@@ -218,21 +220,33 @@ def _recorded_rows(
     rows: list[_RecordedRow], place: _Place, first: int, provenance: Provenance
 ) -> Iterator[_Entry]:
     for number, row in enumerate(rows):
-        output = EngineOutput(
-            label=f"row {number}",
-            where=place.entry(first + number, number),
-            prompt_token_ids=row.prompt_ids,
-            completion_token_ids=row.ids,
-            logprobs=row.lp,
-            finish_reason=row.finish_reason,
-            stop_reason=row.stop_reason,
-            text=row.text,
-        )
+        where = place.entry(first + number, number)
         try:
-            turn: Turn | ReplyError = to_turn(output, provenance)
+            turn: Turn | ReplyError = to_turn(_output(row, f"row {number}", where), provenance)
         except ReplyError as error:
-            turn = error
+            turn = _located(error, where)
         yield turn, (number + 1) / len(rows)
+
+
+def _output(row: _RecordedRow, label: str, where: Where) -> EngineOutput:
+    experts = read_routing(row.routed_experts, label=label)
+    if experts is not None:
+        # A rollout is whole: its rows begin with the prompt's first token.
+        num_prompt, num_completion = len(row.prompt_ids or ()), len(row.ids or ())
+        routing_start(
+            len(experts), num_prompt=num_prompt, num_completion=num_completion, request={}, label=label
+        )
+    return EngineOutput(
+        label=label,
+        where=where,
+        prompt_token_ids=row.prompt_ids,
+        completion_token_ids=row.ids,
+        logprobs=row.lp,
+        finish_reason=row.finish_reason,
+        stop_reason=row.stop_reason,
+        text=row.text,
+        routed_experts=experts,
+    )
 
 
 def _reply(
@@ -240,7 +254,7 @@ def _reply(
 ) -> Iterator[_Entry]:
     """The choices of a recorded reply; a reply with a fault is one entry."""
     request = document.request
-    body = _body(document)
+    body = None if document.sse is not None else _body(document)
     if not isinstance(request, Mapping):
         raise ReplyError.of(_malformed("a wrapper without the request's object", place.where))
     fields = request.get("sampling_params") if document.endpoint == _ROUTES[2] else request
@@ -249,7 +263,12 @@ def _reply(
     said = sampling_of_request(fields, place.where)
     provenance = provenance_of(said, statement, identity=identity, where=place.where)
     try:
-        turns = parse_response(body, engine=provenance.engine, request=request, provenance=provenance)
+        if body is None:
+            assembler = ResponseAssembler(engine=provenance.engine, request=request, provenance=provenance)
+            assembler.feed(document.sse or "")
+            turns = assembler.finish()
+        else:
+            turns = parse_response(body, engine=provenance.engine, request=request, provenance=provenance)
     except ReplyError as error:
         yield error, 1.0
         return
@@ -259,8 +278,6 @@ def _reply(
 
 def _body(document: _Document) -> bytes:
     """The reply's body; whatever is no reply at all is refused before anything is asked of the caller."""
-    if document.sse is not None:
-        raise chunk_refusal("server-sent events")
     body = bytes(document.response) or (document.response_text or "").encode()
     if document.endpoint not in _ROUTES or document.status not in (None, _HTTP_OK):
         raise refusal(body, complaint=f"a body of {document.endpoint} with status {document.status}")
