@@ -13,7 +13,33 @@ from numpy.typing import NDArray
 
 from rlbatch.catalogue import finding
 from rlbatch.errors import Finding, RecordError, Where
+from rlbatch.prefix import Break, BreakKind, find_break, num_common
 from rlbatch.records import TOKEN_FIELDS, UNKNOWN_VERSION, Sample, Trajectory, Turn
+
+_SEND_IDS = "send the exact ids of the earlier turns back to the engine"
+
+_CAUSES: Mapping[BreakKind, tuple[str, str]] = {
+    "stripped thinking": (
+        "the chat template leaves earlier thinking out when it renders the history again",
+        "send the earlier ids back, or let each turn be a sample of its own, as it is now",
+    ),
+    "re-tokenised": ("the completion's text was encoded again: other ids, or a lost stop token", _SEND_IDS),
+    "template suffix": ("the template's own tokens at a turn's edge were lost or put in again", _SEND_IDS),
+    "tool boundary": ("tool or user messages between turns were rendered or encoded otherwise", _SEND_IDS),
+    "shortened": (
+        "the history was cut (a retry from an earlier point, or a context limit)",
+        "keep retries in trajectories of their own",
+    ),
+    "another prompt": (
+        "another conversation, or a system prompt that changed",
+        "give each conversation a trajectory of its own",
+    ),
+    "rewritten": (
+        "the client rewrote what the model had said, or its text encodes to other ids throughout",
+        _SEND_IDS,
+    ),
+}
+"""Likely cause and fix of each kind of break."""
 
 
 @dataclass(slots=True)
@@ -59,7 +85,10 @@ def to_samples(trajectory: Trajectory, versions: Mapping[str, int] | None = None
 
 
 def prefix_findings(trajectory: Trajectory) -> tuple[Finding, ...]:
-    """A `turn-prefix-broken` for every turn after the first whose prompt extends no earlier sequence."""
+    """A `turn-prefix-broken` for every turn after the first whose prompt extends no earlier sequence.
+
+    `found` begins with the kind of break, one of `rlbatch.prefix.BreakKind`.
+    """
     return tuple(_branches(trajectory)[1])
 
 
@@ -71,7 +100,7 @@ def _branches(trajectory: Trajectory) -> tuple[list[_Branch], list[Finding]]:
         branch = _longest_prefix(branches, turn)
         if branch is None:
             if branches:
-                findings.append(_broken(trajectory.trajectory_id, index, turn, branches))
+                findings += _broken(trajectory, index, branches)
             branch = _Branch()
             branches.append(branch)
         branch.append(index, turn)
@@ -80,29 +109,53 @@ def _branches(trajectory: Trajectory) -> tuple[list[_Branch], list[Finding]]:
 
 def _longest_prefix(branches: Sequence[_Branch], turn: Turn) -> _Branch | None:
     prompt = turn.prompt_token_ids
-    fitting = [
-        branch for branch in branches if _num_common(branch.token_ids, prompt) == len(branch.token_ids)
-    ]
+    fitting = [branch for branch in branches if num_common(branch.token_ids, prompt) == len(branch.token_ids)]
     return max(fitting, key=lambda branch: len(branch.token_ids), default=None)
 
 
-def _num_common(a: NDArray[np.int32], b: NDArray[np.int32]) -> int:
-    """Tokens at the start that two sequences share."""
-    length = min(len(a), len(b))
-    differs = a[:length] != b[:length]
-    return int(differs.argmax()) if differs.any() else length
+def _broken(trajectory: Trajectory, index: int, branches: Sequence[_Branch]) -> list[Finding]:
+    """What kind of break this turn's prompt has with the sequence that it follows furthest."""
+    prompt = trajectory.turns[index].prompt_token_ids
+    nearest = max(branches, key=lambda branch: num_common(branch.token_ids, prompt))
+    found = find_break(nearest.token_ids, _sampled(trajectory, nearest), prompt)
+    if found is None:
+        return []
+    likely, fix = _CAUSES[found.kind]
+    return [
+        finding(
+            "turn-prefix-broken",
+            where=Where(trajectory=trajectory.trajectory_id, turn=index, start=found.start, stop=len(prompt)),
+            expected=f"a prompt that begins with the {len(nearest.token_ids)} tokens "
+            f"of turn {nearest.turns[-1]}",
+            found=f"{found.kind}: the first {found.start} tokens agree, then {_difference(found)}; "
+            f"turn {index} becomes a sample of its own",
+            likely=likely,
+            fix=fix,
+        )
+    ]
 
 
-def _broken(trajectory_id: str, index: int, turn: Turn, branches: Sequence[_Branch]) -> Finding:
-    prompt = turn.prompt_token_ids
-    nearest = max(branches, key=lambda branch: _num_common(branch.token_ids, prompt))
-    at = _num_common(nearest.token_ids, prompt)
-    return finding(
-        "turn-prefix-broken",
-        where=Where(trajectory=trajectory_id, turn=index, start=at, stop=len(prompt)),
-        expected=f"a prompt that begins with the {len(nearest.token_ids)} tokens of turn {nearest.turns[-1]}",
-        found=f"the first {at} tokens agree, then they differ; turn {index} becomes a sample of its own",
-    )
+def _difference(found: Break) -> str:
+    """Which tokens of the earlier sequence do not come again, and how many stand instead."""
+    num_new = found.prompt_stop - found.start
+    if found.kind == "shortened":
+        return f"the prompt ends within tokens {found.start}:{found.stop}"
+    if not found.resumes:
+        return f"nothing of tokens {found.start}:{found.stop} comes again"
+    if found.start == found.stop:
+        return f"{num_new} tokens are put in"
+    lost = f"tokens {found.start}:{found.stop}"
+    return f"{lost} are left out" if not num_new else f"{lost} are {num_new} others"
+
+
+def _sampled(trajectory: Trajectory, branch: _Branch) -> NDArray[np.bool_]:
+    """[T]; True = the engine drew this token of the branch."""
+    sampled = np.zeros(len(branch.token_ids), np.bool_)
+    for index in branch.turns:
+        turn = trajectory.turns[index]
+        start = len(turn.prompt_token_ids)
+        sampled[start : start + len(turn.completion_token_ids)] = True
+    return sampled
 
 
 def _to_sample(
@@ -180,8 +233,8 @@ def _routed_experts(trajectory: Trajectory, branch: _Branch) -> NDArray[np.integ
     num_with = sum(trajectory.turns[index].routed_experts is not None for index in branch.turns)
     if num_with not in (0, len(branch.turns)):
         raise RecordError(
-            f"Trajectory {trajectory.trajectory_id!r}: expected routed experts of every turn of a sample or of "
-            f"none, found them in {num_with} of {len(branch.turns)}"
+            f"Trajectory {trajectory.trajectory_id!r}: expected routed experts of every turn of a sample "
+            f"or of none, found them in {num_with} of {len(branch.turns)}"
         )
     for index in branch.turns:
         turn = trajectory.turns[index]

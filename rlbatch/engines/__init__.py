@@ -8,7 +8,7 @@ of HTTP, of rewards, or of what becomes of a turn.
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from rlbatch.engines import vllm
+from rlbatch.engines import fireworks, sglang, vllm
 from rlbatch.engines.body import MAX_REPLY_BYTES
 from rlbatch.engines.output import EngineOutput, to_turn
 from rlbatch.engines.stated import check_statement, with_request_id
@@ -16,11 +16,13 @@ from rlbatch.engines.stream import STREAMS, ResponseAssembler
 from rlbatch.engines.vllm_object import RequestOutput
 from rlbatch.records import Provenance, Turn
 
-__all__ = ["ENGINES", "MAX_REPLY_BYTES", "STREAMS", "ResponseAssembler", "parse_response"]
+__all__ = ["ENGINES", "MAX_REPLY_BYTES", "ResponseAssembler", "STREAMS", "parse_response"]
 
 Reader = Callable[[object, Mapping[str, object] | None, Provenance], list[EngineOutput]]
 
-ENGINES: Mapping[str, Reader] = MappingProxyType({"vllm": vllm.read_reply})
+ENGINES: Mapping[str, Reader] = MappingProxyType(
+    {"fireworks": fireworks.read_reply, "sglang": sglang.read_reply, "vllm": vllm.read_reply}
+)
 """What decodes each engine's replies."""
 
 

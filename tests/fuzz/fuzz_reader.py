@@ -189,7 +189,7 @@ def sglang_stream(events: list[Any]) -> Any:
             replies[index] = held = event
         else:
             before = held["meta_info"]
-            need(before["finish_reason"] is None, "a chunk after the end")
+            need(before.get("finish_reason") is None, "a chunk after the end")
             agree(before.get("id"), meta.get("id"))
             num = agree(meta.get("completion_tokens"), meta.get("output_token_logprobs_length"))
             for old, new, name in (
