@@ -1,4 +1,4 @@
-"""Routed experts from the reply to the batch: recorded rows of a real engine, as numpy's own reader has them."""
+"""Routed experts from the reply to the batch: recorded rows of a real engine, as numpy itself reads them."""
 
 import base64
 import copy

@@ -4,7 +4,7 @@ Splits, and nothing else: a piece may end within a character, a line or an event
 and `retry` are dropped, as the format says. Knows nothing of what the events hold.
 """
 
-from typing import NamedTuple
+from typing import TypeAlias
 
 from rlbatch.catalogue import finding
 from rlbatch.engines.body import MAX_REPLY_BYTES
@@ -14,12 +14,8 @@ _END = b"\n\n"
 _DATA = b"data: "
 
 
-class Event(NamedTuple):
-    """One event."""
-
-    name: str
-    """Empty where the event has none, which is the rule."""
-    data: bytes
+Event: TypeAlias = tuple[str, bytes]
+"""Name and data of one event; the name is empty where it has none, which is the rule."""
 
 
 class EventSplitter:
@@ -69,7 +65,7 @@ class EventSplitter:
 
 def _event(block: bytes) -> Event | None:
     if block.startswith(_DATA) and b"\n" not in block:
-        return Event("", block[len(_DATA) :])
+        return "", block[len(_DATA) :]
     name, data = b"", []
     for line in block.split(b"\n"):
         field, _, value = line.partition(b":")
@@ -80,7 +76,7 @@ def _event(block: bytes) -> Event | None:
             name = value
         elif field not in (b"", b"id", b"retry"):
             raise _malformed("lines that begin with data, event, id, retry or a colon", "another line")
-    return Event(name.decode("utf-8", "replace"), b"\n".join(data)) if data or name else None
+    return (name.decode("utf-8", "replace"), b"\n".join(data)) if data or name else None
 
 
 def _encode(text: str) -> bytes:

@@ -100,7 +100,7 @@ class ResponseAssembler:
         with with_request_id(self._request_id, self._refuse):
             rest = self._events.rest
             if rest == b"data: " + DONE:
-                self._take(Event("", DONE))
+                self._take(("", DONE))
             elif rest:
                 raise _truncated("it ends within an event")
             if not self._done:

@@ -7,11 +7,12 @@ to `to_turn`. Knows nothing of records.
 
 from collections.abc import Mapping, Sequence
 
+from rlbatch.engines.agreement import sent_prompts
 from rlbatch.engines.body import chunk_refusal, decode, refusal
 from rlbatch.engines.output import EngineOutput
 from rlbatch.engines.request import Prompts, Route, asks_for, contradictions, read_prompts, routing_request
 from rlbatch.engines.routing import read_routing, routing_start
-from rlbatch.engines.vllm_object import RequestOutput, body_of
+from rlbatch.engines.vllm_object import body_of, is_request_output
 from rlbatch.engines.vllm_reply import Body, Choice, Counts, route_of, spans_of, text_of
 from rlbatch.engines.vllm_rows import Rows, rows_of
 from rlbatch.engines.vllm_rows import refusal as refuse
@@ -30,7 +31,7 @@ def read_reply(
         ReplyError: reply-malformed, reply-error-body, route-unsupported, ids-missing, length-mismatch,
             routed-experts-malformed, routed-experts-mismatch or statement-contradicted.
     """
-    if isinstance(payload, RequestOutput):
+    if is_request_output(payload):
         return outputs_of(body_of(payload), "generate", request, provenance)
     body = decode(payload, Body)
     route = route_of(body)
@@ -138,7 +139,7 @@ def _in_order(choices: list[Choice]) -> list[Choice]:
 
 def _prompt_ids(body: Body, choices: list[Choice], prompts: Prompts) -> list[Sequence[int] | None]:
     """For each choice the reply's ids of its prompt, else the request's; all that are said must agree."""
-    sent = _sent_prompts(len(choices), prompts)
+    sent = sent_prompts(len(choices), prompts)
     result: list[Sequence[int] | None] = []
     for choice, asked in zip(choices, sent, strict=True):
         said = [ids for ids in (choice.prompt_token_ids, body.prompt_token_ids, asked) if ids is not None]
@@ -159,24 +160,6 @@ def _prompt_contradiction(
         "the same ids of the prompt in reply and request",
         f"{choice.label}: {len(said)} ids in the reply, {len(other)} in the {place}; {where}",
     )
-
-
-def _sent_prompts(num_choices: int, prompts: Prompts) -> list[Sequence[int] | None]:
-    """The request's ids of the prompt of each choice: choice i belongs to prompt i // n."""
-    if prompts.token_ids is None:
-        return [None] * num_choices
-    num_prompts = len(prompts.token_ids)
-    each = prompts.num_choices
-    if each is None:
-        each = num_choices // num_prompts if num_prompts else 0
-    if each * num_prompts != num_choices:
-        n = "n unsaid" if prompts.num_choices is None else f"n={prompts.num_choices}"
-        raise refuse(
-            "statement-contradicted",
-            "as many choices as the request asked for",
-            f"{num_choices} choices; the request has {num_prompts} prompts, {n}",
-        )
-    return [ids for ids in prompts.token_ids for _ in range(each)]
 
 
 def _check_usage(

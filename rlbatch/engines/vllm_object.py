@@ -6,7 +6,7 @@ with a `logprob`; the sampled id must be among them. Knows nothing of requests.
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeGuard
 
 import msgspec
 
@@ -19,7 +19,6 @@ SUM_TOLERANCE = 1e-6
 """Relative to the sum: the engine adds the same doubles, but need not do so in our order."""
 
 
-@runtime_checkable
 class RequestOutput(Protocol):
     """What is read of the object."""
 
@@ -34,6 +33,11 @@ class RequestOutput(Protocol):
     @property
     def outputs(self) -> Sequence[Any]:
         """Objects with index, token_ids, logprobs, finish_reason, and more that may be absent."""
+
+
+def is_request_output(payload: object) -> TypeGuard[RequestOutput]:
+    """Whether a payload is such an object."""
+    return hasattr(payload, "outputs") and hasattr(payload, "prompt_token_ids")
 
 
 def body_of(output: RequestOutput) -> Body:
