@@ -253,7 +253,7 @@ _ENTRIES = (
         symptom="The reply reports the experts of each token in a form whose shape it does not say.",
         check="Routing data without axes: SGLang's flat buffer, Fireworks' encoded rows or files.",
         likely="the request asked for routing data (return_routed_experts, include_routing_matrix)",
-        fix="ask without it, or sample with vLLM, whose arrays say their shape; nothing is guessed",
+        fix="state Provenance.routing_shape for SGLang; ask Fireworks without routing data",
     ),
     Entry(
         code="token-out-of-range",

@@ -61,25 +61,15 @@ def _output(
         raise chunk_refusal(f"{label} has no finish_reason, as in a chunk")
     _check_entries(choice)
     _check_routing(body, choice)
-    prompt = agreed_ids(
-        f"{label}, prompt",
-        {
-            "choice.prompt_token_ids": choice.prompt_token_ids,
-            "prompt_token_ids": body.prompt_token_ids,
-            "raw_output": None if choice.raw_output is None else choice.raw_output.prompt_token_ids,
-            "the request": asked,
-        },
-    )
+    prompt = _prompt_ids(body, choice, asked)
     ids = _completion_ids(choice)
     raw, sampling = _logprobs(choice)
-    num_echoed = _num_echoed(label, ids, prompt, echo)
-    for values in (raw, sampling):
-        if values is not None and num_echoed and len(values) != len(ids):
-            found = f"{label}: {len(values)} logprobs for {len(ids)} ids, {num_echoed} of them echoed"
-            raise refusal("length-mismatch", "an echo whose ids and logprobs are aligned", found)
     wanted, kept = _chosen(label, raw, sampling, provenance, num_ids=len(ids))
-    single = len(body.choices or ()) == 1
-    usage = body.usage if single else None
+    num_echoed = _num_echoed(label, ids, prompt, echo)
+    if num_echoed:
+        _check_echo(label, num_echoed, len(ids), raw, sampling)
+    # With several choices the counts are sums, which say nothing of one turn.
+    counts = body.usage if len(body.choices or ()) == 1 else None
     return EngineOutput(
         label=label,
         prompt_token_ids=prompt,
@@ -87,13 +77,23 @@ def _output(
         logprobs=None if wanted is None else wanted[num_echoed:],
         raw_logprobs=None if kept is None else kept[num_echoed:],
         finish_reason=choice.finish_reason,
-        # With several choices the counts are sums, which say nothing of one turn.
         usage=Usage()
-        if usage is None
-        else Usage(num_prompt_tokens=usage.prompt_tokens, num_completion_tokens=usage.completion_tokens),
+        if counts is None
+        else Usage(num_prompt_tokens=counts.prompt_tokens, num_completion_tokens=counts.completion_tokens),
         text=text_of(choice),
         request_id=body.id,
     )
+
+
+def _prompt_ids(body: Body, choice: Choice, asked: Sequence[int] | None) -> list[int] | None:
+    raw_output = None if choice.raw_output is None else choice.raw_output.prompt_token_ids
+    said = {
+        "choice.prompt_token_ids": choice.prompt_token_ids,
+        "prompt_token_ids": body.prompt_token_ids,
+        "raw_output": raw_output,
+        "the request": asked,
+    }
+    return agreed_ids(f"{choice.label}, prompt", said)
 
 
 def _in_order(choices: list[Choice]) -> list[Choice]:
@@ -146,6 +146,13 @@ def _num_echoed(label: str, ids: Sequence[int], prompt: Sequence[int] | None, ec
         found = f"{label}: {len(ids)} ids that do not begin with the last {num} of the prompt"
         raise refusal("statement-contradicted", "the echo that the request asked for", found)
     return num
+
+
+def _check_echo(label: str, num_echoed: int, num_ids: int, *lists: Sequence[float | None] | None) -> None:
+    for values in lists:
+        if values is not None and len(values) != num_ids:
+            found = f"{label}: {len(values)} logprobs for {num_ids} ids, {num_echoed} of them echoed"
+            raise refusal("length-mismatch", "an echo whose ids and logprobs are aligned", found)
 
 
 def _chosen(

@@ -6,12 +6,16 @@ What holds for every engine (counts, nulls, finiteness) is left to `to_turn`. Kn
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from rlbatch.engines.agreement import refusal, sent_prompts
 from rlbatch.engines.body import chunk_refusal
 from rlbatch.engines.output import EngineOutput
 from rlbatch.engines.request import asks_for
 from rlbatch.engines.sglang_reply import Finish, Meta, Reply, Row, decode_replies
 from rlbatch.engines.sglang_request import request_contradictions, request_prompts
+from rlbatch.engines.sglang_routing import read_flat_routing
 from rlbatch.errors import ReplyError
 from rlbatch.records import Provenance, Usage, VersionSpan
 
@@ -23,7 +27,8 @@ def read_reply(
 
     Raises:
         ReplyError: reply-malformed, reply-error-body, route-unsupported (a stream), ids-missing,
-            length-mismatch, routing-unreadable or statement-contradicted.
+            length-mismatch, statement-contradicted, routing-unreadable, routed-experts-malformed or
+            routed-experts-mismatch.
     """
     if asks_for(request, "stream"):
         raise chunk_refusal("the request set stream=true")
@@ -42,24 +47,31 @@ def outputs_of(
         raise ReplyError.of(*found)
     sent = sent_prompts(len(replies), request_prompts(request))
     return [
-        _output(f"choice {index}", reply, asked)
+        _output(f"choice {index}", reply, asked, request, provenance)
         for index, (reply, asked) in enumerate(zip(replies, sent, strict=True))
     ]
 
 
-def _output(label: str, reply: Reply, asked: Sequence[int] | None) -> EngineOutput:
-    meta = reply.meta_info
+def _output(
+    label: str,
+    reply: Reply,
+    asked: Sequence[int] | None,
+    request: Mapping[str, object] | None,
+    provenance: Provenance,
+) -> EngineOutput:
+    meta, rows = reply.meta_info, reply.meta_info.output_token_logprobs
     if meta.finish_reason is None:
         raise chunk_refusal(f"{label} has no finish_reason, as in a chunk")
-    rows = meta.output_token_logprobs
     ids = _completion_ids(label, reply.output_ids, rows)
     prompt = _prompt_ids(label, reply, asked)
-    _check_counts(label, meta, ids, rows, prompt)
-    _check_top(label, meta.output_top_logprobs, rows)
-    _check_stop(label, meta.finish_reason, ids)
-    if meta.routed_experts is not None:
-        found = f"{label}: `routed_experts` is a flat buffer; the layers and experts a token are not said"
-        raise refusal("routing-unreadable", "routing data with a shape, or none", found)
+    if rows is None or len(rows) == len(ids):
+        # `to_turn` has more to say of lists of unequal lengths.
+        _check_counts(label, meta, ids, rows, prompt)
+        _check_top(label, meta.output_top_logprobs, rows)
+        _check_stop(label, meta.finish_reason, ids)
+    routing, start = _routing(
+        label, meta, provenance, request, num_prompt=len(prompt or ()), num_ids=len(ids)
+    )
     return EngineOutput(
         label=label,
         prompt_token_ids=prompt,
@@ -71,6 +83,30 @@ def _output(label: str, reply: Reply, asked: Sequence[int] | None) -> EngineOutp
         usage=Usage(num_prompt_tokens=meta.prompt_tokens, num_completion_tokens=meta.completion_tokens),
         text=reply.text,
         request_id=meta.id,
+        routed_experts=routing,
+        routed_experts_start=start,
+    )
+
+
+def _routing(
+    label: str,
+    meta: Meta,
+    provenance: Provenance,
+    request: Mapping[str, object] | None,
+    *,
+    num_prompt: int,
+    num_ids: int,
+) -> tuple[NDArray[np.integer] | None, int]:
+    # Without a prompt there is no turn, which `to_turn` says.
+    if meta.routed_experts is None or not num_prompt:
+        return None, 0
+    return read_flat_routing(
+        meta.routed_experts,
+        label=label,
+        shape=provenance.routing_shape,
+        num_prompt=num_prompt,
+        num_completion=num_ids,
+        request=request,
     )
 
 
@@ -131,9 +167,6 @@ def _check_counts(
         ),
         "prompt_tokens": (meta.prompt_tokens, None if prompt is None else len(prompt)),
     }
-    if rows is not None and len(rows) != len(ids):
-        # `to_turn` has more to say of lists of unequal lengths.
-        return
     for name, (said, num) in counted.items():
         if said is not None and num is not None and said != num:
             found = f"{label}: {name} is {said}, the list has {num}"

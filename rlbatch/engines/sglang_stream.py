@@ -109,6 +109,7 @@ class _Part:
         self._last: Reply | None = None
         self._prompt_ids: list[int] | None = None
         self._input_rows: list[Row] | None = None
+        self._routing: object = None
 
     def add(self, reply: Reply) -> None:
         """Take one chunk."""
@@ -125,6 +126,8 @@ class _Part:
             self._texts.append(reply.text)
         if meta.weight_version is not None:
             self._note_version(meta.weight_version, num_tokens)
+        if meta.routed_experts is not None:
+            self._routing = meta.routed_experts
         self._num_tokens = num_tokens
         self._last = reply
 
@@ -149,7 +152,7 @@ class _Part:
                 output_top_logprobs=self._tops.items,
                 input_token_logprobs=self._input_rows,
                 weight_versions=meta.weight_versions or self._spans or None,
-                routed_experts=meta.routed_experts,
+                routed_experts=self._routing,
             ),
         )
 
