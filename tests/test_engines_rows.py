@@ -191,6 +191,51 @@ def test_two_tokens_of_one_text_are_no_contradiction():
     assert len(parsed(CHAT, body).completion_token_ids) == 8
 
 
+# -- text -------------------------------------------------------------------------------------------------
+
+
+def set_text(body: Any, text: str) -> None:
+    choice = body["choices"][0]
+    choice.update({"text": text} if "text" in choice else {"message": {"content": text}})
+
+
+def text_in(body: Any) -> str:
+    choice = body["choices"][0]
+    return choice["text"] if "text" in choice else choice["message"]["content"]
+
+
+TEXT_MODE = "fp32_raw/generate_text_mode.json"
+
+
+@pytest.mark.parametrize("key", [COMPLETIONS, CHAT, TEXT_MODE])
+@pytest.mark.parametrize(
+    "change", [lambda text: text + "x", lambda text: "x" + text, lambda text: text[::-1]]
+)
+def test_a_text_that_is_not_made_of_the_tokens_is_refused(key, change):
+    body, _ = recorded(key)
+    set_text(body, change(text_in(body)))
+    error = refused(key, body)
+    assert error.code == "statement-contradicted"
+    assert text_in(body).strip() not in str(error)
+
+
+@pytest.mark.parametrize("key", [COMPLETIONS, CHAT, TEXT_MODE])
+@pytest.mark.parametrize(
+    "change", [lambda text: text[:-5], lambda text: "", lambda text: text.replace(" ", "")]
+)
+def test_a_text_may_leave_out_stop_strings_special_tokens_and_spaces(key, change):
+    body, _ = recorded(key)
+    set_text(body, change(text_in(body)))
+    assert len(parsed(key, body).completion_token_ids)
+
+
+@pytest.mark.parametrize("string", ["\ufffd", "<0xE2>"])
+def test_strings_that_stand_for_bytes_do_not_say_the_text(string):
+    body, _ = recorded(COMPLETIONS)
+    body["choices"][0]["logprobs"]["tokens"][0] = string
+    assert len(parsed(COMPLETIONS, body).completion_token_ids) == 12
+
+
 # -- prompts said twice, and the older generate -----------------------------------------------------------
 
 

@@ -6,6 +6,7 @@
                                               logprob nor text and is not taken
     prompt_logprobs, top_logprobs             not kept; what they say of the prompt and of sampled tokens must
                                               agree with the rest
+    text                                      must be made of the tokens' strings, where those are text
 
 What is said twice must agree; lengths are left to `to_turn`, which has more to say. Knows nothing of requests
 but three of their fields.
@@ -17,13 +18,18 @@ from dataclasses import dataclass
 from rlbatch.catalogue import finding
 from rlbatch.engines.request import Route, asks_for
 from rlbatch.engines.vllm_reply import (
+    TOKEN_ID_PREFIX,
     Choice,
     Entry,
     PromptLogprobs,
     logprobs_of,
     spelt_ids_of,
+    text_of,
 )
 from rlbatch.errors import ReplyError
+
+_BYTE_SIGNS = ("\ufffd", "<0x")
+"""In a string that stands for part of a character, or in a text that such parts do not make whole."""
 
 MAX_FLOAT32 = 3.4028234663852886e38
 
@@ -69,6 +75,8 @@ def rows_of(
     if len(values or ()) == len(ids):
         # Where ids and logprobs are unequal, `to_turn` has more to say.
         _check_num_tokens(choice, num_rows)
+        if not num_echoed:
+            _check_text(choice)
     _check_alternatives(choice)
     if num_echoed and not values and len(ids) == 1 and _asked_for_none(request):
         return Rows(token_ids=[], logprobs=[], echoed=True, num_unasked=1)
@@ -191,6 +199,29 @@ def _check_alternatives(choice: Choice) -> None:
         if entry.top_logprobs and not _agrees(entry):
             found = f"{choice.label}: it differs at sampled token {at}"
             raise refusal("statement-contradicted", "the same logprob in top_logprobs", found)
+
+
+def _check_text(choice: Choice) -> None:
+    """Every character of the text comes from a token's string, in order.
+
+    Not the other way round: stop strings, special tokens and spaces may be left out of the text. Where
+    strings stand for bytes, or spell ids, they do not say the text.
+    """
+    logprobs, text = choice.logprobs, text_of(choice)
+    if logprobs is None or not text:
+        return
+    strings = logprobs.tokens or [entry.token for entry in logprobs.content or () if entry.token is not None]
+    joined = "".join(strings)
+    if (
+        not strings
+        or joined.startswith((text, TOKEN_ID_PREFIX))
+        or any(sign in joined + text for sign in _BYTE_SIGNS)
+    ):
+        return
+    rest = iter("".join(joined.split()))
+    if not all(character in rest for character in "".join(text.split())):
+        found = f"{choice.label}: a text of {len(text)} characters, {len(joined)} in the tokens' strings"
+        raise refusal("statement-contradicted", "a text that is made of the tokens' strings", found)
 
 
 def _agrees(entry: Entry) -> bool:

@@ -11,11 +11,12 @@ from collections.abc import Mapping
 
 import msgspec
 
-from rlbatch.engines.body import TokenId, refusal
+from rlbatch.engines.body import refusal
 from rlbatch.engines.output import EngineOutput
 from rlbatch.engines.request import Route, asks_for
 from rlbatch.engines.vllm import outputs_of
-from rlbatch.engines.vllm_reply import Body, Choice, Counts, Entry, Logprobs, Message, Span
+from rlbatch.engines.vllm_chunk import Chunk, ChunkChoice
+from rlbatch.engines.vllm_reply import Body, Choice, Counts, Entry, Logprobs, Message
 from rlbatch.engines.vllm_rows import refusal as refuse
 from rlbatch.errors import ReplyError
 from rlbatch.records import Provenance
@@ -25,39 +26,6 @@ _ROUTES: Mapping[str | None, Route] = {
     "chat.completion.chunk": "chat",
     None: "generate",
 }
-
-
-class ChunkLogprobs(Logprobs, gc=False):
-    """With the one thing that only a stream needs."""
-
-    text_offset: list[int] | None = None
-
-
-class ChunkChoice(msgspec.Struct, gc=False):
-    """What a chunk adds to one choice."""
-
-    index: int
-    token_ids: list[TokenId] | None = None
-    logprobs: ChunkLogprobs | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    text: str | None = None
-    delta: Message | None = None
-    prompt_token_ids: list[TokenId] | None = None
-    weight_versions: list[Span] | None = None
-    routed_experts: object = None
-
-
-class Chunk(msgspec.Struct, gc=False):
-    """The data of one event."""
-
-    choices: list[ChunkChoice]
-    kind: str | None = msgspec.field(name="object", default=None)
-    id: str | None = None
-    request_id: str | None = None
-    prompt_token_ids: list[TokenId] | None = None
-    usage: Counts | None = None
-    error: object = None
 
 
 _DECODER = msgspec.json.Decoder(Chunk)
