@@ -235,5 +235,5 @@ def test_records_of_turns_compare_too():
 @pytest.mark.parametrize("shape", [(3,), (3, 2, 1), (0, 2), (3, -1), (3.0, 2), (True, 2)])
 def test_a_routing_shape_is_layers_and_experts_a_token(shape):
     assert provenance(routing_shape=[3, 2]).routing_shape == (3, 2)
-    with pytest.raises(RecordError, match="Provenance.routing_shape"):
+    with pytest.raises(RecordError, match=r"Provenance\.routing_shape"):
         provenance(routing_shape=shape)

@@ -5,6 +5,8 @@ ids and logprobs; `UnsaidError` means that the reply is not whole, or disagrees 
 Each engine takes about thirty lines; a stream (the list of its events) is put together first.
 """
 
+import base64
+import io
 import json
 import math
 from collections.abc import Callable
@@ -26,6 +28,8 @@ class Said(NamedTuple):
     ids: list[int]
     logprobs: list[float]
     finish: str
+    routing: Any = None
+    """[rows, L, K] where the reply has it."""
 
 
 def says(engine: str, payload: Any, request: dict[str, Any]) -> list[Said]:
@@ -53,7 +57,7 @@ def agree(*statements: Any) -> Any:
     return made[0]
 
 
-def whole(prompt: Any, ids: Any, logprobs: Any, finish: Any) -> Said:
+def whole(prompt: Any, ids: Any, logprobs: Any, finish: Any, routing: Any = None) -> Said:
     """One choice whose lists are what they must be."""
     for each in (*prompt, *ids):
         need(type(each) is int and 0 <= each < 2**31, "an id that is no id")
@@ -61,7 +65,7 @@ def whole(prompt: Any, ids: Any, logprobs: Any, finish: Any) -> Said:
     for each in logprobs:
         need(type(each) in (int, float) and math.isfinite(np.float32(each)), "a logprob that is none")
     need(isinstance(finish, str) and finish in FINISH, "no known end")
-    return Said(list(prompt), list(ids), list(logprobs), finish)
+    return Said(list(prompt), list(ids), list(logprobs), finish, routing)
 
 
 def count(usage: Any, prompts: list[Any], completions: list[Any]) -> None:
@@ -71,6 +75,15 @@ def count(usage: Any, prompts: list[Any], completions: list[Any]) -> None:
     agree(num_prompt, usage.get("prompt_tokens"))
     agree(num_completion, usage.get("completion_tokens"))
     agree(num_prompt + num_completion, usage.get("total_tokens"))
+
+
+def routed(text: Any) -> Any:
+    """The array in base64 of an npy file, as numpy reads it."""
+    if text is None:
+        return None
+    array = np.load(io.BytesIO(base64.b64decode(text, validate=True)), allow_pickle=False)
+    need(array.ndim == 3 and array.dtype.kind in "ui" and (array >= 0).all(), "no record of experts")
+    return array
 
 
 def spelt(name: Any) -> int | None:
@@ -88,7 +101,7 @@ def vllm(body: Any, request: dict[str, Any]) -> list[tuple[Any, ...]]:
     each = fields.get("n") or 1
     choices = sorted(body["choices"], key=lambda choice: choice["index"])
     agree(list(range(each * len(sent))), [choice["index"] for choice in choices])
-    found = []
+    found, counted = [], []
     for choice, asked in zip(choices, [ids for ids in sent for _ in range(each)], strict=True):
         asked = asked if isinstance(asked, list) else None
         prompt = agree(body.get("prompt_token_ids"), choice.get("prompt_token_ids"), asked)
@@ -98,9 +111,11 @@ def vllm(body: Any, request: dict[str, Any]) -> list[tuple[Any, ...]]:
         names = lists.get("tokens") if rows is None else [row.get("token") for row in rows]
         values, names = values or [], names or []
         ids = choice.get("token_ids")
+        # vLLM draws one token that max_tokens=0 did not ask for.
+        unasked = int(bool(request.get("echo")) and fields.get("max_tokens") == 0)
         if request.get("echo"):
             need(values[0] is None, "an echo begins with null")
-            ids = [] if fields.get("max_tokens") == 0 else ids
+            ids = [] if unasked else ids
             values, names = values[len(prompt) :], names[len(prompt) :]
         by_name = [spelt(name) for name in names]
         by_row = [row.get("token_id") for row in rows or ()]
@@ -119,8 +134,18 @@ def vllm(body: Any, request: dict[str, Any]) -> list[tuple[Any, ...]]:
             need(type(span["end"]) is int and span["end"] >= at, "a span that runs backwards")
             at = span["end"]
         agree(len(ids), at if choice.get("weight_versions") else None)
-        found.append((prompt, ids, values, choice["finish_reason"]))
-    count(body.get("usage"), [each_found[0] for each_found in found][::each], [part[1] for part in found])
+        routing, drawn = routed(choice.get("routed_experts")), choice["token_ids"] if unasked else ids
+        if routing is not None:
+            start = fields.get("routed_experts_prompt_start") or 0
+            agree(len(prompt) + len(drawn) - 1 - start, len(routing))
+            routing = routing[: len(routing) - unasked]
+        found.append((prompt, ids, values, choice["finish_reason"], routing))
+        counted.append((prompt, drawn))
+    count(
+        body.get("usage"),
+        [each[0] for each in counted][:: len(choices) // len(sent)],
+        [e[1] for e in counted],
+    )
     return found
 
 
@@ -141,6 +166,7 @@ def vllm_stream(events: list[Any]) -> Any:
                 if new is not None:
                     choice["logprobs"][name] = choice["logprobs"].get(name, []) + new
             choice |= {name: part.get(name) for name in ("index", "finish_reason", "weight_versions")}
+            choice["routed_experts"] = part.get("routed_experts") or choice.get("routed_experts")
     body["choices"] = list(body["choices"].values())
     return body
 

@@ -81,6 +81,8 @@ def judged(turns: list[Turn], expected: list[Said]) -> str:
             and turn.completion_token_ids.tolist() == said.ids
             and turn.finish_reason == said.finish
             and np.array_equal(turn.inference_logprobs, np.array(said.logprobs, np.float32))
+            and (turn.routed_experts is None) == (said.routing is None)
+            and (said.routing is None or np.array_equal(turn.routed_experts, said.routing))
         )
         if not same:
             raise FooledError("parsed to something else than it says")

@@ -13,6 +13,7 @@ from rlbatch.records import Provenance, SamplingParams
 
 TESTS = Path(__file__).parent.parent
 VLLM = TESTS / "data" / "vllm-0.32.0" / "replies"
+MOE = TESTS / "data" / "moe-vllm-0.32.0" / "replies"
 
 
 class Seed(NamedTuple):
@@ -65,8 +66,8 @@ def seed(name: str, engine: str, tree: Any, request: dict[str, Any]) -> Seed:
 def vllm_seeds() -> list[Seed]:
     """Every recorded reply of the real engine whose request could be answered with tokens."""
     found = []
-    for path in sorted(VLLM.rglob("*.json")):
-        name = path.relative_to(VLLM).as_posix()
+    for path in sorted([*VLLM.rglob("*.json"), *MOE.rglob("*.json")]):
+        name = path.relative_to(TESTS / "data").as_posix()
         recording = json.loads(path.read_text(encoding="utf-8"))
         if "turns" in recording:
             pairs = [pair[turn] for pair in recording["turns"] for turn in ("turn1", "turn2")]

@@ -1,20 +1,29 @@
 """A few thousand damaged replies in every test run; `fuzz_run.py` makes as many as it is asked for."""
 
+import copy
 import random
 from collections import Counter
+from functools import cache
 
 import pytest
 from fuzz_mutations import KINDS, mutant
 from fuzz_reader import UnsaidError, says
 from fuzz_run import FooledError, fuzz, judge, judged, parse, readable
-from fuzz_seeds import all_seeds
+from fuzz_seeds import Seed, all_seeds
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 NUM_MUTANTS = 6_000
 
 
+@cache
+def readable_seeds() -> list[Seed]:
+    return readable(all_seeds())
+
+
 @pytest.fixture(scope="module")
 def seeds():
-    return readable(all_seeds())
+    return readable_seeds()
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +55,32 @@ def test_every_kind_of_damage_is_survived_and_refused_in_every_form(outcome):
         )
         assert min(by_outcome.values()) > 0, kind
     assert all(counts[form, "cut", "accepted"] == 0 for form in forms)
+
+
+def test_a_repeated_chunk_is_refused_at_every_place_of_every_stream(seeds):
+    streams = {seed.name: seed for seed in seeds if seed.streamed}
+    assert len(streams) >= 11
+    for seed in streams.values():
+        for at, event in enumerate(seed.tree):
+            repeated = [*seed.tree[: at + 1], copy.deepcopy(event), *seed.tree[at + 1 :]]
+            assert judge(seed, repeated) == "refused", (seed.name, at)
+
+
+@settings(max_examples=400, deadline=None, derandomize=True)
+@given(
+    which=st.integers(0, 10**6),
+    kinds=st.lists(st.sampled_from(sorted(KINDS)), min_size=2, max_size=5),
+    random_seed=st.integers(0, 10**6),
+)
+def test_several_damages_at_once_are_read_as_they_stand_or_refused(which, kinds, random_seed):
+    # Not the fixture: hypothesis would print it.
+    seeds = readable_seeds()
+    seed, rng = seeds[which % len(seeds)], random.Random(random_seed)
+    tree = seed.tree
+    for kind in kinds:
+        if tree:
+            tree, _ = mutant(tree, kind, rng)
+    assert judge(seed, tree, as_bytes=bool(random_seed % 2)) in ("accepted", "refused")
 
 
 # The judge must be able to fail: each of these is a parser that was fooled.
