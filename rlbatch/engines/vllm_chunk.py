@@ -5,8 +5,9 @@
     chat         chat.completion.chunk    prompt_token_ids                 choice.delta.content
     generate     none, but request_id     the request's                    choice.text, or none
 
-Ids and logprobs lie where a whole reply has them, and are of some tokens of one choice. A last chunk without choices may have the usage. weight_versions and routed_experts (generate) come with the
-finish_reason and are of the whole completion. Recorded from vLLM 0.32.0.
+Ids and logprobs lie where a whole reply has them, and are of some tokens of one choice. A last chunk without
+choices may have the usage. weight_versions and routed_experts (generate) come with the finish_reason and are
+of the whole completion. Recorded from vLLM 0.32.0.
 """
 
 import msgspec
