@@ -65,7 +65,7 @@ def retype(place: Place, rng: random.Random) -> None:
     """The same thing as another type, or nothing at all."""
     value = place.value
     choices: list[Any] = [None, str(value), bool(value), [], {}, float("nan")]
-    if isinstance(value, (int, float)) and value == value:
+    if isinstance(value, (int, float)) and abs(value) < 1e300:
         choices += [int(value), float(value), str(value), 10**400, -1 - int(value)]
     if isinstance(value, list):
         choices += [dict(enumerate(map(str, value))), tuple(value)]
@@ -83,7 +83,7 @@ def truncate(place: Place, rng: random.Random) -> None:
     elif isinstance(value, dict):
         keep = rng.randrange(len(value)) if value else 0
         place.parent[place.key] = dict(list(value.items())[:keep])
-    elif isinstance(value, (int, float)) and value == value:
+    elif isinstance(value, float) and abs(value) < 1e300:
         place.parent[place.key] = int(value)
 
 
@@ -109,7 +109,7 @@ def alter(place: Place, rng: random.Random) -> None:
         place.parent[place.key] = value + rng.choice([-0.5, 0.25, -9999.0])
     elif isinstance(value, str):
         place.parent[place.key] = value + rng.choice(["x", " ", "1"])
-    elif isinstance(value, list):
+    elif isinstance(value, (list, tuple)):
         place.parent[place.key] = value[::-1]
     else:
         place.parent[place.key] = {"value": 1} if value is None else {**value, "unheard_of": 1}

@@ -40,7 +40,10 @@ def says(engine: str, payload: Any, request: dict[str, Any]) -> list[Said]:
         if request.get("stream"):
             payload = STREAMS[engine](payload)
         return [whole(*parts) for parts in READERS[engine](payload, request)]
-    except (KeyError, TypeError, AttributeError, IndexError, ValueError, OverflowError) as error:
+    except UnsaidError:
+        raise
+    except Exception as error:
+        # Whatever breaks this plain walk is no whole reply.
         raise UnsaidError(f"{type(error).__name__}: {error}") from error
 
 
