@@ -12,7 +12,7 @@ from rlbatch.engines.agreement import refusal
 from rlbatch.engines.body import decode
 from rlbatch.engines.body import refusal as body_refusal
 from rlbatch.engines.fireworks import outputs_of
-from rlbatch.engines.fireworks_reply import Body, Choice, Entry, Logprobs, Message, RawOutput
+from rlbatch.engines.fireworks_reply import Body, Choice, Logprobs, Message, RawOutput
 from rlbatch.engines.output import EngineOutput
 from rlbatch.errors import ReplyError
 from rlbatch.records import Provenance
@@ -103,7 +103,10 @@ def _extend(held: Choice, part: Choice) -> None:
 
 def _joined(held: list[Item] | None, new: list[Item] | None) -> list[Item] | None:
     # A chunk without tokens (the first, the last) may lack the list; what is lost is missed in the counts.
-    return held if new is None else (held or []) + new
+    if held is None or new is None:
+        return new if held is None else held
+    held.extend(new)
+    return held
 
 
 Reported = Logprobs | list[float | None] | None
@@ -113,15 +116,13 @@ def _joined_logprobs(label: str, held: Reported, new: Reported) -> Reported:
     if held is None or new is None:
         return new if held is None else held
     if isinstance(held, list) and isinstance(new, list):
-        return held + new
+        return _joined(held, new)
     if isinstance(held, list) or isinstance(new, list):
         raise _disordered("logprobs in one form", f"{label}: another form in a later chunk")
-    content: list[Entry] | None = _joined(held.content, new.content)
-    return Logprobs(
-        content=content,
-        token_logprobs=_joined(held.token_logprobs, new.token_logprobs),
-        token_ids=_joined(held.token_ids, new.token_ids),
-    )
+    held.content = _joined(held.content, new.content)
+    held.token_logprobs = _joined(held.token_logprobs, new.token_logprobs)
+    held.token_ids = _joined(held.token_ids, new.token_ids)
+    return held
 
 
 def _newer(label: str, held: RawOutput | None, new: RawOutput | None) -> RawOutput | None:

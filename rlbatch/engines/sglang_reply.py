@@ -10,7 +10,6 @@ infinity as null. Fields that are not needed are skipped by the decoder. Judges 
 """
 
 from collections.abc import Mapping
-from typing import TypeAlias
 
 import msgspec
 
@@ -72,7 +71,8 @@ class Reply(msgspec.Struct, gc=False):
     """In a stream, which completion of the request this is."""
 
 
-Payload: TypeAlias = bytes | bytearray | memoryview | str | Mapping[str, object] | list[object]
+# Made once: the type is looked through every time a decoder is made.
+_DECODER = msgspec.json.Decoder(Reply | list[Reply])
 
 
 def decode_replies(payload: object) -> list[Reply]:
@@ -81,13 +81,12 @@ def decode_replies(payload: object) -> list[Reply]:
     Raises:
         ReplyError: reply-malformed, reply-error-body, or logprob-not-finite (a number that no double holds).
     """
-    kind = Reply | list[Reply]
     try:
         if isinstance(payload, (bytes, bytearray, memoryview, str)):
             _check_size(len(payload))
-            decoded = msgspec.json.decode(payload, type=kind)
+            decoded = _DECODER.decode(payload)
         else:
-            decoded = msgspec.convert(payload, kind)
+            decoded = msgspec.convert(payload, Reply | list[Reply])
     except msgspec.ValidationError as error:
         raise _refusal(payload, str(error)) from None
     except (msgspec.DecodeError, UnicodeEncodeError, RecursionError) as error:
