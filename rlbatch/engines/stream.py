@@ -86,7 +86,11 @@ class ResponseAssembler:
         self._require_open()
         with with_request_id(self._request_id, self._refuse):
             for event in self._events.feed(piece):
-                self._take(event)
+                if event[0] or event[1] == DONE or self._done:
+                    self._take(event)
+                else:
+                    # A chunk, as almost every event is.
+                    self._stream.feed(event[1])
 
     def finish(self) -> list[Turn]:
         """The turns, one a choice, ordered by the choices' index; to be called when the body has ended.

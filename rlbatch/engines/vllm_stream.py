@@ -11,13 +11,13 @@ from collections.abc import Mapping
 
 import msgspec
 
+from rlbatch.engines.agreement import refusal as refuse
 from rlbatch.engines.body import refusal
 from rlbatch.engines.output import EngineOutput
 from rlbatch.engines.request import Route, asks_for
 from rlbatch.engines.vllm import outputs_of
 from rlbatch.engines.vllm_chunk import Chunk, ChunkChoice
 from rlbatch.engines.vllm_reply import Body, Choice, Counts, Entry, Logprobs, Message
-from rlbatch.engines.vllm_rows import refusal as refuse
 from rlbatch.errors import ReplyError
 from rlbatch.records import Provenance
 
@@ -84,7 +84,8 @@ class VllmStream:
         self._request = request
         self._provenance = provenance
         self._route: Route | None = None
-        self._name: tuple[str | None, str | None] = (None, None)
+        self._id: str | None = None
+        self._request_id: str | None = None
         self._kind: str | None = None
         self._prompt_ids: list[int] | None = None
         self._usage: Counts | None = None
@@ -126,8 +127,8 @@ class VllmStream:
             raise refuse("stream-disordered", "chunks that came once each", self._unproven)
         body = Body(
             choices=[_whole(index, each, self._route) for index, each in self._choices.items()],
-            id=self._name[0],
-            request_id=self._name[1],
+            id=self._id,
+            request_id=self._request_id,
             prompt_token_ids=self._prompt_ids,
             usage=self._usage,
         )
@@ -135,13 +136,13 @@ class VllmStream:
 
     def _check_chunk(self, chunk: Chunk) -> None:
         """The same reply throughout, and nothing after the counts."""
-        name = (chunk.id, chunk.request_id)
         if self._route is None:
             route = _ROUTES.get(chunk.kind)
             if route is None or (route == "generate" and chunk.request_id is None):
                 raise refuse("route-unsupported", "chunks of completions, chat or generate", "other chunks")
-            self._route, self._name, self._kind = route, name, chunk.kind
-        elif name != self._name or chunk.kind != self._kind:
+            self._route, self._kind = route, chunk.kind
+            self._id, self._request_id = chunk.id, chunk.request_id
+        elif chunk.id != self._id or chunk.request_id != self._request_id or chunk.kind != self._kind:
             raise refuse("stream-disordered", "chunks of one reply", "a chunk with another id or object")
         if self._usage is not None:
             raise refuse("stream-disordered", "nothing after the final usage", "another chunk")
