@@ -219,6 +219,8 @@ ROW = (*CHOICE, "logprobs", "content", 1)
         ((*ROW, "token_id"), 424, "statement-contradicted"),
         ((*ROW, "token_id"), None, "statement-contradicted"),
         ((*ROW, "top_logprobs", 0, "logprob"), -0.5, "statement-contradicted"),
+        ((*ROW, "token"), " ends", "statement-contradicted"),
+        ((*CHOICE, "text"), " Chen ends with 12", "statement-contradicted"),
         (("usage", "completion_tokens"), 6, "statement-contradicted"),
         (("usage", "prompt_tokens"), 5, "statement-contradicted"),
         (("usage", "total_tokens"), 10, "statement-contradicted"),

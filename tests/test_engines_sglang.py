@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from replies_by_hand import IDS, PROMPT, SAMPLED, sglang_chunks, sglang_reply, sglang_request
+from replies_by_hand import IDS, PROMPT, SAMPLED, TEXTS, sglang_chunks, sglang_reply, sglang_request
 
 from rlbatch.engines import ResponseAssembler, parse_response
 from rlbatch.errors import ReplyError
@@ -212,6 +212,17 @@ def test_what_disagrees_or_is_no_number_is_refused(path, value, code):
     assert error.code == code
     for secret in (" Chen", "579", "step-3"):
         assert secret not in str(error)
+
+
+def test_texts_beside_the_logprobs_must_make_the_text():
+    body = sglang_reply()
+    for row, text in zip(body[META][ROWS], TEXTS, strict=True):
+        row[2] = text
+    assert_the_turn(parse(body)[0])
+    body["text"] = " Chen ends with 12"
+    error = refused(body)
+    assert error.code == "statement-contradicted"
+    assert "Chen" not in str(error)
 
 
 @pytest.mark.parametrize("value", [0, 0.0, -9999.0])

@@ -12,6 +12,9 @@ from rlbatch.errors import ReplyError
 
 Item = TypeVar("Item")
 
+_BYTE_SIGNS = ("\ufffd", "<0x")
+"""In a string that stands for part of a character, or in a text that such parts do not make whole."""
+
 
 def refusal(
     code: str, expected: str, found: str, *, likely: str | None = None, fix: str | None = None
@@ -89,6 +92,26 @@ def check_count(label: str, name: str, said: int | None, counted: int) -> None:
             f"{name} equal to the number of ids",
             f"{label}: {name} is {said}, the lists have {counted} ids",
         )
+
+
+def check_text(label: str, text: str | None, strings: Sequence[str]) -> None:
+    """Every character of the text comes from a token's string, in order.
+
+    Not the other way round: stop strings, special tokens and spaces may be left out of the text. Where
+    strings stand for bytes they do not say the text.
+
+    Raises:
+        ReplyError: statement-contradicted.
+    """
+    joined = "".join(strings)
+    if not text or not strings or joined.startswith(text):
+        return
+    if any(sign in joined + text for sign in _BYTE_SIGNS):
+        return
+    rest = iter("".join(joined.split()))
+    if not all(character in rest for character in "".join(text.split())):
+        found = f"{label}: a text of {len(text)} characters, {len(joined)} in the tokens' strings"
+        raise refusal("statement-contradicted", "a text that is made of the tokens' strings", found)
 
 
 def _agreed(

@@ -7,7 +7,14 @@ What holds for every engine (counts, nulls, finiteness) is left to `to_turn`.
 
 from collections.abc import Mapping, Sequence
 
-from rlbatch.engines.agreement import agreed_ids, agreed_logprobs, check_count, refusal, sent_prompts
+from rlbatch.engines.agreement import (
+    agreed_ids,
+    agreed_logprobs,
+    check_count,
+    check_text,
+    refusal,
+    sent_prompts,
+)
 from rlbatch.engines.body import chunk_refusal, decode
 from rlbatch.engines.body import refusal as body_refusal
 from rlbatch.engines.fireworks_reply import Body, Choice, Entry, places_of, text_of
@@ -177,12 +184,14 @@ def _chosen(
 
 
 def _check_entries(choice: Choice) -> None:
-    """Where the sampled token is among the most probable ones, its logprob is the same there."""
+    """One logprob of a sampled token that is among the most probable ones; tokens that make the text."""
     for place, logprobs in places_of(choice).items():
         for at, entry in enumerate(logprobs.content or ()):
             if _differs(entry):
                 found = f"{choice.label}: {place}.content and its top_logprobs differ at token {at}"
                 raise refusal("statement-contradicted", "one logprob of the sampled token", found)
+        strings = [entry.token for entry in logprobs.content or () if entry.token is not None]
+        check_text(choice.label, text_of(choice), logprobs.tokens or strings)
 
 
 def _differs(entry: Entry) -> bool:

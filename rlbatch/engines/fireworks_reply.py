@@ -26,6 +26,7 @@ class Top(msgspec.Struct, gc=False):
 class Entry(msgspec.Struct, gc=False):
     """One token of `content`."""
 
+    token: str | None = None
     logprob: float | None = None
     """Of the model's own softmax."""
     sampling_logprob: float | None = None
@@ -40,6 +41,7 @@ class Logprobs(msgspec.Struct, gc=False):
     """`content`, or the legacy lists."""
 
     content: list[Entry] | None = None
+    tokens: list[str] | None = None
     token_logprobs: list[float | None] | None = None
     token_ids: list[TokenId] | None = None
 

@@ -120,6 +120,7 @@ def _joined_logprobs(label: str, held: Reported, new: Reported) -> Reported:
     if isinstance(held, list) or isinstance(new, list):
         raise _disordered("logprobs in one form", f"{label}: another form in a later chunk")
     held.content = _joined(held.content, new.content)
+    held.tokens = _joined(held.tokens, new.tokens)
     held.token_logprobs = _joined(held.token_logprobs, new.token_logprobs)
     held.token_ids = _joined(held.token_ids, new.token_ids)
     return held

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from rlbatch.engines.agreement import refusal, sent_prompts
+from rlbatch.engines.agreement import check_text, refusal, sent_prompts
 from rlbatch.engines.body import chunk_refusal
 from rlbatch.engines.output import EngineOutput
 from rlbatch.engines.request import asks_for
@@ -69,6 +69,9 @@ def _output(
         _check_counts(label, meta, ids, rows, prompt)
         _check_top(label, meta.output_top_logprobs, rows)
         _check_stop(label, meta.finish_reason, ids)
+    strings = [row.text for row in rows or () if row.text is not None]
+    if len(strings) == len(rows or ()):
+        check_text(label, reply.text, strings)
     routing, start = _routing(
         label, meta, provenance, request, num_prompt=len(prompt or ()), num_ids=len(ids)
     )

@@ -7,6 +7,7 @@ to `to_turn`. Knows nothing of records.
 
 from collections.abc import Mapping, Sequence
 
+from rlbatch.engines.agreement import refusal as refuse
 from rlbatch.engines.agreement import sent_prompts
 from rlbatch.engines.body import chunk_refusal, decode, refusal
 from rlbatch.engines.output import EngineOutput
@@ -15,7 +16,6 @@ from rlbatch.engines.routing import read_routing, routing_start
 from rlbatch.engines.vllm_object import body_of, is_request_output
 from rlbatch.engines.vllm_reply import Body, Choice, Counts, route_of, spans_of, text_of
 from rlbatch.engines.vllm_rows import Rows, rows_of
-from rlbatch.engines.vllm_rows import refusal as refuse
 from rlbatch.errors import ReplyError
 from rlbatch.records import Provenance, Usage
 

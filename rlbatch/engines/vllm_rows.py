@@ -15,7 +15,7 @@ but three of their fields.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rlbatch.catalogue import finding
+from rlbatch.engines.agreement import check_text, refusal
 from rlbatch.engines.request import Route, asks_for
 from rlbatch.engines.vllm_reply import (
     TOKEN_ID_PREFIX,
@@ -27,9 +27,6 @@ from rlbatch.engines.vllm_reply import (
     text_of,
 )
 from rlbatch.errors import ReplyError
-
-_BYTE_SIGNS = ("\ufffd", "<0x")
-"""In a string that stands for part of a character, or in a text that such parts do not make whole."""
 
 MAX_FLOAT32 = 3.4028234663852886e38
 
@@ -202,26 +199,13 @@ def _check_alternatives(choice: Choice) -> None:
 
 
 def _check_text(choice: Choice) -> None:
-    """Every character of the text comes from a token's string, in order.
-
-    Not the other way round: stop strings, special tokens and spaces may be left out of the text. Where
-    strings stand for bytes, or spell ids, they do not say the text.
-    """
+    """The tokens' strings make the text; strings that spell ids do not say it."""
     logprobs, text = choice.logprobs, text_of(choice)
     if logprobs is None or not text:
         return
     strings = logprobs.tokens or [entry.token for entry in logprobs.content or () if entry.token is not None]
-    joined = "".join(strings)
-    if (
-        not strings
-        or joined.startswith((text, TOKEN_ID_PREFIX))
-        or any(sign in joined + text for sign in _BYTE_SIGNS)
-    ):
-        return
-    rest = iter("".join(joined.split()))
-    if not all(character in rest for character in "".join(text.split())):
-        found = f"{choice.label}: a text of {len(text)} characters, {len(joined)} in the tokens' strings"
-        raise refusal("statement-contradicted", "a text that is made of the tokens' strings", found)
+    if not strings or not strings[0].startswith(TOKEN_ID_PREFIX):
+        check_text(choice.label, text, strings)
 
 
 def _agrees(entry: Entry) -> bool:
@@ -244,8 +228,3 @@ def _disagreement(choice: Choice, kind: str, spelt: Sequence[int | None], ids: S
         "the ids beside the logprobs equal to " + ("token_ids" if kind == "sampled" else "the prompt's"),
         f"{choice.label}: {len(differing)} of {len(spelt)} differ, first at {kind} token {differing[0]}",
     )
-
-
-def refusal(code: str, expected: str, found: str) -> ReplyError:
-    """The error of one finding."""
-    return ReplyError.of(finding(code, expected=expected, found=found))
