@@ -7,6 +7,9 @@ to `to_turn`. Knows nothing of records.
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from rlbatch.engines.agreement import refusal as refuse
 from rlbatch.engines.agreement import sent_prompts
 from rlbatch.engines.body import chunk_refusal, decode, refusal
@@ -85,19 +88,7 @@ def _output(
             num_prompt_tokens=body.usage.prompt_tokens,
             num_completion_tokens=None if rows.num_unasked else body.usage.completion_tokens,
         )
-    experts = read_routing(choice.routed_experts, label=choice.label)
-    start = 0
-    if experts is not None and prompt_ids:
-        # Rows of an id that was not asked for are not of this turn either.
-        num_rows = len(experts) - rows.num_unasked
-        experts = experts[:num_rows]
-        start = routing_start(
-            num_rows,
-            num_prompt=len(prompt_ids),
-            num_completion=len(rows.token_ids),
-            request=routing,
-            label=choice.label,
-        )
+    experts, start = _routing(choice, rows, prompt_ids, routing)
     return EngineOutput(
         label=choice.label,
         prompt_token_ids=prompt_ids,
@@ -113,6 +104,26 @@ def _output(
         routed_experts=experts,
         routed_experts_start=start,
     )
+
+
+def _routing(
+    choice: Choice, rows: Rows, prompt_ids: Sequence[int] | None, request: Mapping[str, object] | None
+) -> tuple[NDArray[np.integer] | None, int]:
+    """The rows of routed experts, counted, and the token of the first."""
+    experts = read_routing(choice.routed_experts, label=choice.label)
+    if experts is None or not prompt_ids:
+        # Without the prompt's ids `to_turn` refuses the choice.
+        return experts, 0
+    # Rows of an id that was not asked for are not of this turn either.
+    num_rows = len(experts) - rows.num_unasked
+    start = routing_start(
+        num_rows,
+        num_prompt=len(prompt_ids),
+        num_completion=len(rows.token_ids),
+        request=request,
+        label=choice.label,
+    )
+    return experts[:num_rows], start
 
 
 def _check_whole(body: Body, choices: list[Choice], request: Mapping[str, object] | None) -> None:
