@@ -18,11 +18,11 @@ import msgspec
 from rlbatch.assemble import to_samples
 from rlbatch.catalogue import CATALOGUE, finding
 from rlbatch.engines import ResponseAssembler, parse_response
-from rlbatch.engines.body import TokenId, refusal
-from rlbatch.engines.output import EngineOutput, to_turn
-from rlbatch.engines.routing import read_routing, routing_start
+from rlbatch.engines.body import refusal
+from rlbatch.engines.output import to_turn
 from rlbatch.errors import Finding, RecordError, ReplyError, StorageError, Where
 from rlbatch.records import Provenance, Sample, Trajectory, Turn
+from rlbatch.storage.recorded_row import RecordedRow, output_of
 from rlbatch.storage.statements import (
     ModelIdentity,
     Statement,
@@ -51,18 +51,8 @@ class Row:
     """How much of the file is read by now, 0 to 1."""
 
 
-class _RecordedRow(msgspec.Struct, gc=False):
-    prompt_ids: list[TokenId] | None = None
-    ids: list[TokenId] | None = None
-    lp: list[float | None] | None = None
-    text: str | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    routed_experts: str | None = None
-
-
 class _Document(msgspec.Struct):
-    rows: list[_RecordedRow] | None = None
+    rows: list[RecordedRow] | None = None
     sampling: dict[str, object] | None = None
     endpoint: str | None = None
     request: object = None
@@ -217,36 +207,15 @@ def _entries(
 
 
 def _recorded_rows(
-    rows: list[_RecordedRow], place: _Place, first: int, provenance: Provenance
+    rows: list[RecordedRow], place: _Place, first: int, provenance: Provenance
 ) -> Iterator[_Entry]:
     for number, row in enumerate(rows):
         where = place.entry(first + number, number)
         try:
-            turn: Turn | ReplyError = to_turn(_output(row, f"row {number}", where), provenance)
+            turn: Turn | ReplyError = to_turn(output_of(row, f"row {number}", where), provenance)
         except ReplyError as error:
             turn = _located(error, where)
         yield turn, (number + 1) / len(rows)
-
-
-def _output(row: _RecordedRow, label: str, where: Where) -> EngineOutput:
-    experts = read_routing(row.routed_experts, label=label)
-    if experts is not None:
-        # A rollout is whole: its rows begin with the prompt's first token.
-        num_prompt, num_completion = len(row.prompt_ids or ()), len(row.ids or ())
-        routing_start(
-            len(experts), num_prompt=num_prompt, num_completion=num_completion, request={}, label=label
-        )
-    return EngineOutput(
-        label=label,
-        where=where,
-        prompt_token_ids=row.prompt_ids,
-        completion_token_ids=row.ids,
-        logprobs=row.lp,
-        finish_reason=row.finish_reason,
-        stop_reason=row.stop_reason,
-        text=row.text,
-        routed_experts=experts,
-    )
 
 
 def _reply(
