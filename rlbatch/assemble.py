@@ -13,10 +13,36 @@ from numpy.typing import NDArray
 
 from rlbatch.catalogue import finding
 from rlbatch.errors import Finding, RecordError, Where
+from rlbatch.prefix import Break, BreakKind, find_break, num_common
 from rlbatch.records import TOKEN_FIELDS, UNKNOWN_VERSION, Sample, Trajectory, Turn
 
 MAX_VERSION = 2**31 - 1
 """What `policy_version` holds. A larger decimal label, such as a time in ms, is a name like any other."""
+
+_SEND_IDS = "send the exact ids of the earlier turns back to the engine"
+
+_CAUSES: Mapping[BreakKind, tuple[str, str]] = {
+    "stripped thinking": (
+        "the chat template leaves earlier thinking out when it renders the history again",
+        "send the earlier ids back, or let each turn be a sample of its own, as it is now",
+    ),
+    "re-tokenised": ("the completion's text was encoded again: other ids, or a lost stop token", _SEND_IDS),
+    "template suffix": ("the template's own tokens at a turn's edge were lost or put in again", _SEND_IDS),
+    "tool boundary": ("tool or user messages between turns were rendered or encoded otherwise", _SEND_IDS),
+    "shortened": (
+        "the history was cut (a retry from an earlier point, or a context limit)",
+        "keep retries in trajectories of their own",
+    ),
+    "another prompt": (
+        "another conversation, or a system prompt that changed",
+        "give each conversation a trajectory of its own",
+    ),
+    "rewritten": (
+        "the client rewrote what the model had said, or its text encodes to other ids throughout",
+        _SEND_IDS,
+    ),
+}
+"""Likely cause and fix of each kind of break."""
 
 
 @dataclass(slots=True)
@@ -47,7 +73,8 @@ def to_samples(trajectory: Trajectory, versions: Mapping[str, int] | None = None
         One sample, or several where the prefix broke.
 
     Raises:
-        RecordError: `versions` lacks a label that the trajectory has, or gives it no such number.
+        RecordError: `versions` lacks a label that the trajectory has, or gives it no such number; or the
+            turns of a sample have routed experts for some of its tokens only, or of other layers or kinds.
 
     Example:
         turn 0 [1, 5] -> [7, 2], turn 1 [1, 5, 7, 2, 9] -> [8]: one sample [1, 5, 7, 2, 9, 8],
@@ -61,7 +88,10 @@ def to_samples(trajectory: Trajectory, versions: Mapping[str, int] | None = None
 
 
 def prefix_findings(trajectory: Trajectory) -> tuple[Finding, ...]:
-    """A `turn-prefix-broken` for every turn after the first whose prompt extends no earlier sequence."""
+    """A `turn-prefix-broken` for every turn after the first whose prompt extends no earlier sequence.
+
+    `found` begins with the kind of break, one of `rlbatch.prefix.BreakKind`.
+    """
     return tuple(_branches(trajectory)[1])
 
 
@@ -73,7 +103,7 @@ def _branches(trajectory: Trajectory) -> tuple[list[_Branch], list[Finding]]:
         branch = _longest_prefix(branches, turn)
         if branch is None:
             if branches:
-                findings.append(_broken(trajectory.trajectory_id, index, turn, branches))
+                findings += _broken(trajectory, index, branches)
             branch = _Branch()
             branches.append(branch)
         branch.append(index, turn)
@@ -82,29 +112,53 @@ def _branches(trajectory: Trajectory) -> tuple[list[_Branch], list[Finding]]:
 
 def _longest_prefix(branches: Sequence[_Branch], turn: Turn) -> _Branch | None:
     prompt = turn.prompt_token_ids
-    fitting = [
-        branch for branch in branches if _num_common(branch.token_ids, prompt) == len(branch.token_ids)
-    ]
+    fitting = [branch for branch in branches if num_common(branch.token_ids, prompt) == len(branch.token_ids)]
     return max(fitting, key=lambda branch: len(branch.token_ids), default=None)
 
 
-def _num_common(a: NDArray[np.int32], b: NDArray[np.int32]) -> int:
-    """Tokens at the start that two sequences share."""
-    length = min(len(a), len(b))
-    differs = a[:length] != b[:length]
-    return int(differs.argmax()) if differs.any() else length
+def _broken(trajectory: Trajectory, index: int, branches: Sequence[_Branch]) -> list[Finding]:
+    """What kind of break this turn's prompt has with the sequence that it follows furthest."""
+    prompt = trajectory.turns[index].prompt_token_ids
+    nearest = max(branches, key=lambda branch: num_common(branch.token_ids, prompt))
+    found = find_break(nearest.token_ids, _sampled(trajectory, nearest), prompt)
+    if found is None:
+        return []
+    likely, fix = _CAUSES[found.kind]
+    return [
+        finding(
+            "turn-prefix-broken",
+            where=Where(trajectory=trajectory.trajectory_id, turn=index, start=found.start, stop=len(prompt)),
+            expected=f"a prompt that begins with the {len(nearest.token_ids)} tokens "
+            f"of turn {nearest.turns[-1]}",
+            found=f"{found.kind}: the first {found.start} tokens agree, then {_difference(found)}; "
+            f"turn {index} becomes a sample of its own",
+            likely=likely,
+            fix=fix,
+        )
+    ]
 
 
-def _broken(trajectory_id: str, index: int, turn: Turn, branches: Sequence[_Branch]) -> Finding:
-    prompt = turn.prompt_token_ids
-    nearest = max(branches, key=lambda branch: _num_common(branch.token_ids, prompt))
-    at = _num_common(nearest.token_ids, prompt)
-    return finding(
-        "turn-prefix-broken",
-        where=Where(trajectory=trajectory_id, turn=index, start=at, stop=len(prompt)),
-        expected=f"a prompt that begins with the {len(nearest.token_ids)} tokens of turn {nearest.turns[-1]}",
-        found=f"the first {at} tokens agree, then they differ; turn {index} becomes a sample of its own",
-    )
+def _difference(found: Break) -> str:
+    """Which tokens of the earlier sequence do not come again, and how many stand instead."""
+    num_new = found.prompt_stop - found.start
+    if found.kind == "shortened":
+        return f"the prompt ends within tokens {found.start}:{found.stop}"
+    if not found.resumes:
+        return f"nothing of tokens {found.start}:{found.stop} comes again"
+    if found.start == found.stop:
+        return f"{num_new} tokens are put in"
+    lost = f"tokens {found.start}:{found.stop}"
+    return f"{lost} are left out" if not num_new else f"{lost} are {num_new} others"
+
+
+def _sampled(trajectory: Trajectory, branch: _Branch) -> NDArray[np.bool_]:
+    """[T]; True = the engine drew this token of the branch."""
+    sampled = np.zeros(len(branch.token_ids), np.bool_)
+    for index in branch.turns:
+        turn = trajectory.turns[index]
+        start = len(turn.prompt_token_ids)
+        sampled[start : start + len(turn.completion_token_ids)] = True
+    return sampled
 
 
 def _to_sample(
@@ -132,6 +186,7 @@ def _to_sample(
         reward=trajectory.reward,
         sibling=sibling,
         num_siblings=num_siblings,
+        routed_experts=_routed_experts(trajectory, branch),
         provenances=tuple(turn.provenance for turn in trajectory.turns),
         finish_reasons=tuple(turn.finish_reason for turn in trajectory.turns),
     )
@@ -168,6 +223,38 @@ class _Columns:
             self.raw_inference_logprobs[span] = turn.raw_inference_logprobs
         for part in turn.policy_versions:
             self.policy_version[start + part.start : start + part.stop] = _version(part.label, versions)
+
+
+def _routed_experts(trajectory: Trajectory, branch: _Branch) -> NDArray[np.integer] | None:
+    """[T-1, L, K]: each turn's rows from the first that no earlier turn has.
+
+    Rows that a later turn says again are of the same tokens passed through a second time; those that were in
+    force when the tokens were drawn are kept.
+    """
+    parts: list[NDArray[np.integer]] = []
+    num_rows = 0
+    num_with = sum(trajectory.turns[index].routed_experts is not None for index in branch.turns)
+    if num_with not in (0, len(branch.turns)):
+        raise RecordError(
+            f"Trajectory {trajectory.trajectory_id!r}: expected routed experts of every turn of a sample "
+            f"or of none, found them in {num_with} of {len(branch.turns)}"
+        )
+    for index in branch.turns:
+        turn = trajectory.turns[index]
+        rows, start = turn.routed_experts, turn.routed_experts_start
+        place = f"Trajectory {trajectory.trajectory_id!r}, turn {index}: expected routed experts"
+        if rows is None:
+            continue
+        if start > num_rows:
+            raise RecordError(f"{place} from token {num_rows} on, which no earlier turn has, found {start}")
+        if parts and (rows.dtype != parts[0].dtype or rows.shape[1:] != parts[0].shape[1:]):
+            raise RecordError(
+                f"{place} of {parts[0].dtype} [.., {', '.join(map(str, parts[0].shape[1:]))}] as before, "
+                f"found {rows.dtype} {list(rows.shape)}"
+            )
+        parts.append(rows[num_rows - start :])
+        num_rows = start + len(rows)
+    return np.concatenate(parts) if parts else None
 
 
 def _version(label: str, versions: Mapping[str, int] | None) -> int:

@@ -22,6 +22,9 @@ LAYOUTS: tuple[Layout, ...] = ("padded", "packed")
 NO_TARGET = -100
 """`target_ids` where there is nothing to predict: the last position of each sequence, and padding."""
 
+NO_EXPERT = -1
+"""`routed_experts` where no token was passed through: the last position of each sequence, and padding."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleRef:
@@ -72,6 +75,9 @@ class Batch:
     """[B, T] float32, nats; NaN where not trained."""
     proximal_logprobs: Tensor | None = None
     """[B, T] float32, nats; NaN where not trained."""
+    routed_experts: Tensor | None = None
+    """[B, T, L, K] int32; the pass over `input_ids[t]`: it stays with its token. -1 where there was none: the
+    last position of each sequence, and padding."""
     segments: Tensor
     """[G, 4] int32 (row, start, stop, turn), half-open, in batch positions."""
     host_segments: tuple[Segment, ...]

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rlbatch.batch import LAYOUTS, NO_TARGET, Batch, Layout, SampleRef
+from rlbatch.batch import LAYOUTS, NO_EXPERT, NO_TARGET, Batch, Layout, SampleRef
 from rlbatch.errors import RecordError
 from rlbatch.records import (
     PURPOSES,
@@ -55,7 +55,8 @@ def collate(
 
     Raises:
         RecordError: no samples, or what is none; origins of another number; turns with raw and with
-            processed logprobs mixed; a word that is no layout, purpose or side.
+            processed logprobs mixed; routed experts of some samples only, or of other numbers of layers or
+            experts a token; a word that is no layout, purpose or side.
 
     Example:
         token_ids [1, 5, 7, 2] with 7, 2 sampled at -0.1, -0.2:
@@ -76,6 +77,7 @@ def collate(
         cu_seqlens=torch.from_numpy(place.cu_seqlens()) if layout == "packed" else None,
         max_seqlen=max(place.lengths) if layout == "packed" else None,
         **_target_columns(samples, place),
+        routed_experts=_routed_experts(samples, place),
         segments=_segment_table(parts),
         host_segments=tuple(part.in_batch for part in parts),
         segment_versions=tuple(_version(part) for part in parts),
@@ -204,6 +206,26 @@ def _target_column(samples: Sequence[Sample], spec: TokenField, place: _Place) -
         if values is not None:
             out[row, at : at + length - 1] = values[1:]
     return out
+
+
+def _routed_experts(samples: Sequence[Sample], place: _Place) -> torch.Tensor | None:
+    """[B, T, L, K]: `align = input`, so row t of a sample stays at token t."""
+    shapes = {sample.routed_experts.shape[1:] for sample in samples if sample.routed_experts is not None}
+    num_with = sum(sample.routed_experts is not None for sample in samples)
+    if not shapes:
+        return None
+    if num_with != len(samples):
+        raise RecordError(
+            "collate: expected routed experts of every sample or of none, "
+            f"found them in {num_with} of {len(samples)}"
+        )
+    if len(shapes) > 1:
+        found = " and ".join(str(list(shape)) for shape in sorted(shapes))
+        raise RecordError(f"collate: expected one [layers, experts a token] in a batch, found {found}")
+    out = np.full((*place.shape, *shapes.pop()), NO_EXPERT, np.int32)
+    for sample, (row, at, length) in zip(samples, place, strict=True):
+        out[row, at : at + length - 1] = sample.routed_experts
+    return torch.from_numpy(out)
 
 
 def _segment_table(parts: Sequence[_Part]) -> torch.Tensor:

@@ -41,12 +41,16 @@ class Where:
     """One past the last token."""
     rank: int | None = None
     """Process that found it, where several judged one step."""
+    request: str | None = None
+    """The caller's own name for the request whose reply it is."""
 
     def __str__(self) -> str:
         sample = None if self.sample is None else f"sample {self.sample}"
         head = " ".join(part for part in (self.path, sample) if part is not None)
         parts = [f"rank {self.rank}"] if self.rank is not None else []
         parts += [head] if head else []
+        if self.request is not None:
+            parts.append(f"request {self.request!r}")
         if self.trajectory is not None:
             parts.append(f"trajectory {self.trajectory!r}")
         if self.turn is not None:

@@ -30,12 +30,10 @@ class Refused(NamedTuple):
 
 # The request did not set return_token_ids.
 NO_IDS = Refused("ids-missing", "choice 0: `token_ids` is null or absent")
-# The ids are there as strings only; reading those is a later issue.
-IDS_AS_STRINGS = Refused("ids-missing", "the strings of its tokens spell ids")
+# The sampled ids are there as strings, but the prompt was text, and of its ids nobody says anything.
+IDS_AS_STRINGS = Refused("prompt-ids-missing", "choice 0: none in reply or request")
 # The request did not ask for logprobs.
 NO_LOGPROBS = Refused("logprobs-missing", "choice 0: no logprobs")
-ECHO = Refused("echo-unsupported", "the request set echo=true")
-STREAM = Refused("route-unsupported", "a stream: server-sent events")
 RENDER = Refused("route-unsupported", "a render route")
 TOKENIZE = Refused("route-unsupported", "/tokenize")
 
@@ -62,14 +60,14 @@ EXPECTED: dict[str, list[Choice] | Refused] = {
     "bf16_raw/generate_lp1_t07.json": [Choice(22, 8, "length", None, -3.171277, 569, 426)],
     "fp32_hermes/chat_tool_parsed.json": [Choice(23, 22, "tool_calls", 4, -3.763412, 1532, 4)],
     "fp32_hermes/chat_tool_parsed_noids.json": NO_IDS,
-    "fp32_hermes/chat_tool_parsed_stream.json": STREAM,
+    "fp32_hermes/chat_tool_parsed_stream.json": [Choice(23, 22, "tool_calls", 4, -3.763412, 1532, 4)],
     "fp32_hermes/chat_tool_required.json": [Choice(23, 22, "tool_calls", 4, -3.759345, 1532, 4)],
     "fp32_processed/chat_abort.json": [Choice(15, 121, "abort", None, -105.621034, 539, 319)],
     "fp32_processed/chat_ids_lp_top2_t07.json": [Choice(29, 8, "length", None, -4.436123, 539, 30)],
     "fp32_processed/chat_ids_lp_top5_t1_topk2.json": [Choice(15, 3, "length", None, -0.457465, 1532, 361)],
     "fp32_processed/chat_render.json": RENDER,
     "fp32_processed/completions_abort.json": [Choice(22, 130, "abort", None, -113.302989, 569, 475)],
-    "fp32_processed/completions_abort_stream.json": STREAM,
+    "fp32_processed/completions_abort_stream.json": [Choice(22, 19, "abort", None, -7.5381, 569, 284)],
     "fp32_processed/completions_allowed_tokens_t1.json": [Choice(22, 4, "length", None, -1.698747, 268, 268)],
     "fp32_processed/completions_bad_field.json": NO_IDS,
     "fp32_processed/completions_ids_lp1_t0.json": [Choice(22, 12, "length", None, -2.949882, 572, 448)],
@@ -125,7 +123,7 @@ EXPECTED: dict[str, list[Choice] | Refused] = {
     "fp32_raw/chat_noids_lp0.json": NO_IDS,
     "fp32_raw/chat_noids_nolp.json": NO_IDS,
     "fp32_raw/chat_prefix_cached_usage.json": [Choice(74, 2, "length", None, -1.913621, 1534, 596)],
-    "fp32_raw/chat_stream_ids_lp.json": STREAM,
+    "fp32_raw/chat_stream_ids_lp.json": [Choice(29, 5, "length", None, -2.05701, 1534, 644)],
     "fp32_raw/chat_toolcall_stop_str.json": [Choice(23, 21, "stop", "</tool_call>", -3.762995, 1532, 1533)],
     "fp32_raw/chat_toolcall_stop_str_excl.json": [
         Choice(23, 21, "stop", "</tool_call>", -3.762995, 1532, 1533)
@@ -140,9 +138,10 @@ EXPECTED: dict[str, list[Choice] | Refused] = {
     "fp32_raw/completions_bos_in_text.json": [Choice(23, 8, "length", None, -2.810218, 572, 426)],
     "fp32_raw/completions_bytes_ids_lp1.json": [Choice(7, 10, "length", None, -131.345358, 227, 240)],
     "fp32_raw/completions_bytes_noids_lp1.json": NO_IDS,
-    "fp32_raw/completions_bytes_stream_ids_lp0.json": STREAM,
-    "fp32_raw/completions_echo_lp1_ids.json": ECHO,
-    "fp32_raw/completions_echo_lp1_noids.json": ECHO,
+    "fp32_raw/completions_bytes_stream_ids_lp0.json": [Choice(7, 10, "length", None, -131.345358, 227, 240)],
+    # 22 rows of the prompt, the first null, then 3 of the completion.
+    "fp32_raw/completions_echo_lp1_ids.json": [Choice(22, 3, "length", None, -2.554349, 572, 331)],
+    "fp32_raw/completions_echo_lp1_noids.json": NO_IDS,
     "fp32_raw/completions_empty_after_stop.json": [Choice(23, 1, "stop", 572, -2.601981, 572, 572)],
     "fp32_raw/completions_eos.json": [Choice(22, 21, "stop", None, -6.13065, 572, 2)],
     "fp32_raw/completions_eos_keep_special.json": [Choice(22, 21, "stop", None, -6.13065, 572, 2)],
@@ -182,9 +181,9 @@ EXPECTED: dict[str, list[Choice] | Refused] = {
     "fp32_raw/completions_stop_str_include.json": [Choice(22, 19, "stop", "####", -6.035865, 572, 284)],
     "fp32_raw/completions_stop_str_midtoken.json": [Choice(22, 7, "stop", "ter", -2.798615, 572, 428)],
     "fp32_raw/completions_stop_token_id.json": [Choice(22, 18, "stop", 203, -6.035607, 572, 203)],
-    "fp32_raw/completions_stream_ids_lp1.json": STREAM,
-    "fp32_raw/completions_stream_noids_lp0_usage.json": STREAM,
-    "fp32_raw/completions_stream_unicode_ids.json": STREAM,
+    "fp32_raw/completions_stream_ids_lp1.json": [Choice(22, 5, "length", None, -2.797994, 572, 368)],
+    "fp32_raw/completions_stream_noids_lp0_usage.json": NO_IDS,
+    "fp32_raw/completions_stream_unicode_ids.json": [Choice(7, 12, "length", None, -14.077336, 808, 337)],
     "fp32_raw/completions_unicode_t13_ids_lp1.json": [Choice(7, 24, "length", None, -19.657139, 808, 851)],
     "fp32_raw/error_chat_no_messages.json": error("Bad Request", 400, "body.messages"),
     "fp32_raw/error_chat_toplp_without_logprobs.json": error("BadRequestError", 400, "top_logprobs"),
@@ -214,7 +213,7 @@ EXPECTED: dict[str, list[Choice] | Refused] = {
     "fp32_raw/generate_promptlp1.json": [Choice(22, 2, "length", None, -2.55434, 572, 423)],
     "fp32_raw/generate_stop_str.json": [Choice(22, 19, "stop", "####", -6.035865, 572, 284)],
     "fp32_raw/generate_stop_token.json": [Choice(22, 18, "stop", 203, -6.035607, 572, 203)],
-    "fp32_raw/generate_stream_lp0.json": STREAM,
+    "fp32_raw/generate_stream_lp0.json": [Choice(22, 4, "length", None, -2.644695, 572, 448)],
     "fp32_raw/generate_text_mode.json": [Choice(22, 4, "length", None, -2.644695, 572, 448)],
     "fp32_rawlogits/chat_ids_lp_top2_t07.json": [Choice(29, 8, "length", None, 99.766733, 539, 30)],
     "fp32_rawlogits/completions_ids_lp1_t07.json": [Choice(22, 12, "length", None, 166.494733, 569, 448)],
@@ -223,3 +222,48 @@ EXPECTED: dict[str, list[Choice] | Refused] = {
     ],
     "fp32_rawlogits/generate_lp1_t07.json": [Choice(22, 8, "length", None, 111.515905, 569, 426)],
 }
+
+MOE_EXPECTED: dict[str, list[Choice] | Refused] = {
+    "fp32/chat_ids_lp_top1.json": [Choice(29, 8, "length", None, -4.416572, 1534, 341)],
+    # max_tokens=0: 22 rows of the prompt; the one id that nobody asked for is not the completion's.
+    "fp32/completions_echo_max0.json": [Choice(22, 0, "length", None, 0.0, -1, -1)],
+    "fp32/completions_eos.json": [Choice(22, 21, "stop", None, -3.940036, 579, 2)],
+    "fp32/completions_ids_lp1.json": [Choice(22, 8, "length", None, -2.012864, 579, 426)],
+    "fp32/completions_n2_t1.json": [
+        Choice(22, 8, "length", None, -3.111061, 572, 426),
+        Choice(22, 8, "length", None, -2.577357, 574, 426),
+    ],
+    "fp32/completions_prompt_start_10.json": [Choice(22, 8, "length", None, -2.012864, 579, 426)],
+    "fp32/completions_prompt_start_full_max1.json": [Choice(22, 1, "length", None, -1.99869, 579, 579)],
+    "fp32/completions_promptlp1.json": [Choice(22, 4, "length", None, -2.009187, 579, 448)],
+    "fp32/completions_stream_ids_lp0.json": [Choice(22, 5, "length", None, -2.012526, 579, 368)],
+    "fp32/error_completions_prompt_start_over.json": error(
+        "BadRequestError", 400, "routed_experts_prompt_start"
+    ),
+    "fp32/generate_n2_t1.json": [
+        Choice(22, 8, "length", None, -3.111061, 572, 426),
+        Choice(22, 8, "length", None, -2.577357, 574, 426),
+    ],
+    "fp32/generate_turn1.json": [Choice(23, 22, "stop", 4, -3.94977, 1532, 4)],
+    "fp32/generate_turn2_from_start.json": [Choice(60, 6, "stop", 4, -3.259275, 454, 4)],
+    "fp32_300experts_dense_layer0/completions_ids_lp1.json": [
+        Choice(22, 8, "length", None, -54.552403, 1274, 953)
+    ],
+}
+"""Of the replies that report routed experts; the rows are compared in `test_engines_routing.py`."""
+
+ROUTED: dict[str, tuple[tuple[int, int, int], str, int]] = {
+    "fp32/chat_ids_lp_top1.json": ((36, 3, 2), "uint8", 0),  # 29 + 8 - 1
+    "fp32/completions_echo_max0.json": ((21, 3, 2), "uint8", 0),  # 22 + 0 - 1
+    "fp32/completions_eos.json": ((42, 3, 2), "uint8", 0),
+    "fp32/completions_ids_lp1.json": ((29, 3, 2), "uint8", 0),
+    "fp32/completions_n2_t1.json": ((29, 3, 2), "uint8", 0),
+    "fp32/completions_prompt_start_10.json": ((19, 3, 2), "uint8", 10),  # 22 + 8 - 1 - 10
+    "fp32/completions_prompt_start_full_max1.json": ((0, 3, 2), "uint8", 22),
+    "fp32/completions_promptlp1.json": ((25, 3, 2), "uint8", 0),
+    "fp32/generate_n2_t1.json": ((29, 3, 2), "uint8", 0),
+    "fp32/generate_turn1.json": ((44, 3, 2), "uint8", 0),
+    "fp32/generate_turn2_from_start.json": ((21, 3, 2), "uint8", 44),
+    "fp32_300experts_dense_layer0/completions_ids_lp1.json": ((29, 3, 4), "uint16", 0),
+}
+"""Shape, dtype and start of each choice's rows: [P + C - 1 - start, 3 layers, 2 or 4 experts a token]."""

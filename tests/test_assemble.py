@@ -2,16 +2,18 @@
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 from builders import provenance, trajectory, turn
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import AutoTokenizer
 
 from rlbatch.assemble import prefix_findings, to_samples
-from rlbatch.errors import RecordError
-from rlbatch.records import SamplingParams, VersionSpan
+from rlbatch.errors import Finding, RecordError
+from rlbatch.records import SamplingParams, Turn, VersionSpan
 
 NAN = np.float32(np.nan)
 
@@ -147,3 +149,117 @@ def test_assembly_reads_and_never_writes():
     before = replace(made)
     to_samples(trajectory(made))
     np.testing.assert_array_equal(made.completion_token_ids, before.completion_token_ids)
+
+
+# -- breaks in recorded conversations ----------------------------------------------------------------------
+#
+# The ids and logprobs of the first turns are the engine's. The second turns' prompts are the engine's too, or
+# made by the served model's own template and tokenizer from the recorded text, as a client does.
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tinylm_dir):
+    return AutoTokenizer.from_pretrained(tinylm_dir)
+
+
+def recorded_turn(body: dict[str, Any]) -> Turn:
+    """The one turn of a recorded chat reply."""
+    choice = body["choices"][0]
+    logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+    return turn(body["prompt_token_ids"], choice["token_ids"], logprobs)
+
+
+def chat(data_dir, name: str) -> dict[str, Any]:
+    return json.loads((data_dir / "replies/fp32_raw" / name).read_text())
+
+
+def asked_again(tokenizer, recording: dict[str, Any], said: str, role: str, text: str) -> Turn:
+    """A second turn whose prompt is the history rendered from text."""
+    messages = [
+        *recording["request"]["messages"],
+        {"role": "assistant", "content": said},
+        {"role": role, "content": text},
+    ]
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    return turn(prompt, [1535], [-0.5])
+
+
+def only_finding(*turns: Turn) -> Finding:
+    made = trajectory(*turns)
+    (found,) = prefix_findings(made)
+    assert [sample.num_siblings for sample in to_samples(made)] == [2, 2]
+    assert (found.code, found.severity, found.where.turn) == ("turn-prefix-broken", "warning", 1)
+    return found
+
+
+def test_a_recorded_answer_sent_back_whole_extends_its_prompt(data_dir, tokenizer):
+    recording = chat(data_dir, "chat_imend.json")
+    said = recording["response"]["choices"][0]["message"]["content"]
+    first = recorded_turn(recording["response"])
+    again = asked_again(tokenizer, recording, said, "user", "Why?")
+    assert prefix_findings(trajectory(first, again)) == ()
+    assert len(to_samples(trajectory(first, again))) == 1
+
+
+def test_recorded_thinking_that_a_client_strips_is_named_and_placed(data_dir, tokenizer):
+    recording = chat(data_dir, "chat_imend.json")
+    said = recording["response"]["choices"][0]["message"]["content"]
+    _, _, answer = said.partition("</think>\n")
+    first = recorded_turn(recording["response"])
+    found = only_finding(first, asked_again(tokenizer, recording, answer, "user", "Why?"))
+    # <think> is id 1534, </think> 1535 with a newline (203) after it.
+    ids = first.completion_token_ids.tolist()
+    start = len(first.prompt_token_ids)
+    assert (ids[0], ids[6:8]) == (1534, [1535, 203])
+    assert found.where.start == start
+    assert found.found.startswith(f"stripped thinking: the first {start} tokens agree")
+    assert f"tokens {start}:{start + 8} are left out" in found.found
+    assert "template leaves earlier thinking out" in found.likely
+
+
+def test_two_recorded_turns_that_do_not_belong_together_differ_in_the_tool_call(data_dir):
+    # The client of the second recording sent "12 * 7" back where this model had said "2 * 7".
+    first = chat(data_dir, "chat_multi_turn_t0.json")["turns"][0]["turn1"]["response"]
+    second = chat(data_dir, "chat_two_turns.json")["response"]
+    found = only_finding(recorded_turn(first), recorded_turn(second))
+    ids, prompt = first["choices"][0]["token_ids"], second["prompt_token_ids"]
+    start = next(
+        at for at, (a, b) in enumerate(zip(first["prompt_token_ids"] + ids, prompt, strict=False)) if a != b
+    )
+    assert len(first["prompt_token_ids"]) < start < len(first["prompt_token_ids"]) + len(ids)
+    assert found.where.start == start
+    assert found.found.startswith("re-tokenised: ")
+
+
+def test_recorded_bytes_whose_text_encodes_to_no_id_of_them_are_rewritten(data_dir, tokenizer):
+    # Ten single bytes were sampled. They are no characters: the text, and all of its ids, are others.
+    recording = json.loads((data_dir / "replies/fp32_raw/completions_bytes_ids_lp1.json").read_text())
+    choice = recording["response"]["choices"][0]
+    first = turn(choice["prompt_token_ids"], choice["token_ids"], choice["logprobs"]["token_logprobs"])
+    text = tokenizer.decode(choice["token_ids"])
+    again = [*choice["prompt_token_ids"], *tokenizer.encode(text, add_special_tokens=False), 203, 203]
+    found = only_finding(first, turn(again, [5], [-0.5]))
+    assert found.where.start == len(choice["prompt_token_ids"]) == 7
+    assert found.found.startswith("rewritten: ")
+    assert "nothing of tokens 7:17 comes again" in found.found
+
+
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [
+        # The newline (203) that the template puts after <|im_end|> (4) is lost; the tool's text is another.
+        (lambda between: between[1:], "template suffix"),
+        (lambda between: [*between[:-8], 77, *between[-7:]], "tool boundary"),
+    ],
+)
+def test_the_ids_between_recorded_turns_that_come_back_changed_are_named(data_dir, change, kind):
+    pair = chat(data_dir, "chat_multi_turn_t0.json")["turns"][0]
+    first, second = recorded_turn(pair["turn1"]["response"]), recorded_turn(pair["turn2"]["response"])
+    whole = [*first.prompt_token_ids.tolist(), *first.completion_token_ids.tolist()]
+    between = second.prompt_token_ids.tolist()[len(whole) :]
+    assert (whole[-1], between[0]) == (4, 203)
+    third = [*whole, *change(between), *second.completion_token_ids.tolist(), 203, 3, 5]
+    made = trajectory(first, second, turn(third, [6], [-0.5]))
+    (found,) = prefix_findings(made)
+    assert (found.where.turn, found.found.split(":")[0]) == (2, kind)
+    assert [int(sample.loss_mask.sum()) for sample in to_samples(made)] == [28, 1]

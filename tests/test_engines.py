@@ -16,11 +16,13 @@ import pytest
 from engines_expected import EXPECTED, Choice, Refused
 
 import rlbatch.engines
-from rlbatch.engines import MAX_REPLY_BYTES, parse_response
+from rlbatch.engines import MAX_REPLY_BYTES, ResponseAssembler, parse_response
 from rlbatch.errors import RecordError, ReplyError
 from rlbatch.records import Provenance, SamplingParams, Turn, VersionSpan, identical
 
 REPLIES = Path(__file__).parent / "data" / "vllm-0.32.0" / "replies"
+STREAMED = ("_stream.json", "_stream_ids_lp.json", "_stream_ids_lp0.json", "_stream_ids_lp1.json")
+STREAMED += ("_stream_lp0.json", "_stream_noids_lp0_usage.json", "_stream_unicode_ids.json")
 
 
 def recorded(key: str) -> tuple[Any, Any]:
@@ -58,7 +60,12 @@ def provenance_of(key: str, request: dict[str, Any] | None) -> Provenance:
 
 def parse(key: str) -> list[Turn]:
     body, request = recorded(key)
-    return parse_response(body, request=request, provenance=provenance_of(key, request))
+    provenance = provenance_of(key, request)
+    if not key.endswith(STREAMED):
+        return parse_response(body, request=request, provenance=provenance)
+    assembler = ResponseAssembler(request=request, provenance=provenance)
+    assembler.feed(body)
+    return assembler.finish()
 
 
 def reported(turn: Turn) -> np.ndarray:
@@ -89,10 +96,13 @@ def walk(body: dict[str, Any], request: dict[str, Any]) -> Iterator[tuple[list[i
             else [entry["logprob"] for entry in logprobs["content"]]
         )
         prompt = choice.get("prompt_token_ids") or body.get("prompt_token_ids") or request["token_ids"]
-        yield prompt, choice["token_ids"], values
+        # An echo has the prompt's rows in front.
+        yield prompt, choice["token_ids"], values[-len(choice["token_ids"]) :]
 
 
-PARSED = [key for key, outcome in EXPECTED.items() if not isinstance(outcome, Refused)]
+READ = [key for key, outcome in EXPECTED.items() if not isinstance(outcome, Refused)]
+PARSED = [key for key in READ if not key.endswith(STREAMED)]
+STREAMS = [key for key in EXPECTED if key.endswith(STREAMED)]
 REFUSED = [key for key, outcome in EXPECTED.items() if isinstance(outcome, Refused)]
 
 
@@ -241,9 +251,12 @@ def logprobs_of(body: dict[str, Any]) -> list[Any]:
 
 
 def set_logprob(body: dict[str, Any], at: int, value: Any) -> None:
+    """Wherever the reply says it: the sampled token comes first among its alternatives."""
     values = logprobs_of(body)
     if isinstance(values[at], dict):
         values[at]["logprob"] = value
+        for own in values[at].get("top_logprobs", [])[:1]:
+            own["logprob"] = value
     else:
         values[at] = value
 
@@ -423,13 +436,6 @@ def test_ids_spelt_as_strings_must_be_those_of_token_ids(spelt):
     assert "first at sampled token 1" in str(error)
 
 
-@pytest.mark.parametrize("key", ROUTES)
-def test_routed_experts_are_refused_rather_than_dropped(key):
-    body, _ = recorded(key)
-    body["choices"][0]["routed_experts"] = "k05VTVBZ"
-    assert refused(key, body).code == "routed-experts-unsupported"
-
-
 @pytest.mark.parametrize("reason", ["error", "repetition", "STOP"])
 def test_finish_reasons_that_are_not_known_are_refused(reason):
     body, _ = recorded(COMPLETIONS)
@@ -452,7 +458,7 @@ def empty(key: str) -> Any:
     body["choices"][0].update(token_ids=[], logprobs=None, finish_reason="abort")
     if "weight_versions" in body["choices"][0]:
         body["choices"][0]["weight_versions"] = []
-    body["usage"]["completion_tokens"] = 0
+    body["usage"].update(completion_tokens=0, total_tokens=body["usage"]["prompt_tokens"])
     return body
 
 
@@ -623,7 +629,13 @@ def chunks(key: str) -> list[Any]:
     return [json.loads(line[6:]) for line in body.splitlines() if line.startswith("data: {")]
 
 
-STREAMS = [key for key in REFUSED if EXPECTED[key].says.startswith("a stream")]
+def test_a_stream_passed_as_a_reply_is_refused_by_name():
+    for key in STREAMS:
+        body, request = recorded(key)
+        for payload in (body, body.encode()):
+            with pytest.raises(ReplyError, match="feed the whole stream") as caught:
+                parse_response(payload, request=request, provenance=provenance_of(key, request))
+            assert caught.value.code == "route-unsupported"
 
 
 @pytest.mark.parametrize("key", STREAMS)
@@ -682,7 +694,7 @@ def test_sglangs_reply_is_not_taken_for_vllms():
 
 def test_an_unknown_engine_is_refused_and_the_known_are_listed():
     body, request = recorded(COMPLETIONS)
-    with pytest.raises(ReplyError, match="reads: vllm"):
+    with pytest.raises(ReplyError, match="reads: fireworks, sglang, vllm"):
         parse_response(body, engine="vlm", request=request, provenance=provenance_of(COMPLETIONS, request))
 
 

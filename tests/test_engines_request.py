@@ -166,18 +166,6 @@ def test_a_recorded_reply_with_its_own_prompt_ids_needs_no_request():
     assert len(turn.prompt_token_ids) == 29
 
 
-# -- echo -------------------------------------------------------------------------------------------------
-
-
-def test_echo_is_told_from_the_lengths_where_there_is_no_request():
-    recording = json.loads((REPLIES / "fp32_raw" / "completions_echo_lp1_ids.json").read_text())
-    found = code_of(recording["response"])
-    assert found == (
-        "echo-unsupported: choice 0: 25 logprobs for 3 ids: 22 logprobs too many, "
-        "which is the length of the prompt"
-    )
-
-
 # -- sampling ---------------------------------------------------------------------------------------------
 
 

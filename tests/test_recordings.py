@@ -297,10 +297,9 @@ def test_each_choice_is_a_row_of_one_group(data_dir: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "code"),
     [
-        ("chat_stream_ids_lp", "route-unsupported"),
+        ("completions_stream_noids_lp0_usage", "ids-missing"),
         ("completions_noids_lp1", "ids-missing"),
         ("completions_ids_lpnone", "logprobs-missing"),
-        ("completions_echo_lp1_ids", "echo-unsupported"),
         ("error_chat_unknown_model", "reply-error-body"),
         ("error_completions_bad_json", "reply-error-body"),
     ],

@@ -251,3 +251,10 @@ def test_records_of_turns_compare_too():
     assert identical(turn([1], [2], [-1.0]), turn([1], [2], [-1.0]))
     assert not identical(turn([1], [2], [-1.0]), turn([1], [2], [-1.5]))
     assert isinstance(turn([1], [2], [-1.0]), Turn)
+
+
+@pytest.mark.parametrize("shape", [(3,), (3, 2, 1), (0, 2), (3, -1), (3.0, 2), (True, 2)])
+def test_a_routing_shape_is_layers_and_experts_a_token(shape):
+    assert provenance(routing_shape=[3, 2]).routing_shape == (3, 2)
+    with pytest.raises(RecordError, match=r"Provenance\.routing_shape"):
+        provenance(routing_shape=shape)

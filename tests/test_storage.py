@@ -45,6 +45,7 @@ provenance = st.builds(
     dtype=words,
     vocab_size=st.none() | st.integers(1, 1 << 40),
     eos_token_ids=st.lists(st.integers(0, 1 << 31), max_size=3).map(tuple),
+    routing_shape=st.none() | st.tuples(st.integers(1, 99), st.integers(1, 99)),
 )
 # Every code point that UTF-8 can hold.
 names = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12)

@@ -55,7 +55,7 @@ Old data that belongs to its tokens stays well below; above, no age excuses the 
 STRANGER_RANK = 0.1
 """Share of random pairings that fit at least as well: uniform for strangers, 0 for what belongs together."""
 STRANGER_MIN_TOKENS = 16
-"""Fewer tokens cannot tell: one of 7,296 honest rows two policies old, of 10 tokens, looked like one."""
+"""Fewer tokens cannot tell: one of 29,184 honest rows up to two policies old, of 10 tokens, looked so."""
 STRANGER_MIN_UNCERTAIN = 4
 """Tokens on each side that are no near-certainties; with fewer, any two rows look like strangers."""
 UNCERTAIN_BELOW = -0.7

@@ -70,14 +70,20 @@ def decode(payload: object, struct: type[Struct]) -> Struct:
         raise ReplyError.of(_malformed(str(error))) from None
 
 
-def refusal(payload: object, *, complaint: str) -> ReplyError:
-    """Why this payload, which is JSON or an object, is no reply: what it is, else the complaint."""
+def refusal(payload: object, *, complaint: str, streamed: bool = False) -> ReplyError:
+    """Why this payload, which is JSON or an object, is no reply: what it is, else the complaint.
+
+    Of a stream only an error body is told apart: that it is a chunk is as it should be.
+    """
     try:
         body = msgspec.json.decode(payload) if isinstance(payload, (*_BINARY, str)) else payload
     except (msgspec.DecodeError, RecursionError):
         # The typed decoder knows the place of a number that no double can hold; this one does not.
         body = None
-    return ReplyError.of(_explain(body) or _malformed(complaint))
+    explained = _explain(body)
+    if streamed and explained is not None and explained.code != "reply-error-body":
+        explained = None
+    return ReplyError.of(explained or _malformed(complaint))
 
 
 def _encode(text: str) -> bytes:
@@ -164,7 +170,10 @@ def _wrapper() -> Finding:
 
 def _stream(what: str) -> Finding:
     return finding(
-        "route-unsupported", expected=WANTED, found=f"a stream: {what}", fix="send the request without stream"
+        "route-unsupported",
+        expected=WANTED,
+        found=f"a stream: {what}",
+        fix="feed the whole stream to rlbatch.engines.ResponseAssembler, or send the request without stream",
     )
 
 
@@ -178,6 +187,18 @@ def _malformed(complaint: str) -> Finding:
         "logprob-not-finite" if "out of range" in complaint and "logprob" in complaint else "reply-malformed"
     )
     return finding(code, expected=WANTED, found=complaint)
+
+
+def error_refusal(data: bytes) -> ReplyError:
+    """A stream's event of its own kind for errors, whatever it holds."""
+    try:
+        body = msgspec.json.decode(data)
+    except (msgspec.DecodeError, RecursionError):
+        body = None
+    known = isinstance(body, Mapping) and (
+        "error" in body or "detail" in body or body.get("object") == "error"
+    )
+    return ReplyError.of(_error_body(body if known else {"error": None}))
 
 
 def chunk_refusal(what: str) -> ReplyError:

@@ -6,6 +6,7 @@ the provenance decides under which name the values are kept. Knows no engine's f
 rollouts use it too.
 """
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -34,6 +35,8 @@ class EngineOutput:
     """[C] true ints, 0 <= id < 2**31."""
     logprobs: Sequence[float | None] | None
     """[C] nats; None where the engine reported null."""
+    raw_logprobs: Sequence[float | None] | None = None
+    """[C] nats of the model's own softmax, from engines that report them beside `logprobs`; else None."""
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     policy_versions: tuple[VersionSpan, ...] = ()
@@ -41,6 +44,9 @@ class EngineOutput:
     usage: Usage = field(default_factory=Usage)
     text: str | None = None
     request_id: str | None = None
+    routed_experts: NDArray[np.integer] | None = None
+    """[P + C - 1 - start, L, K], with the rows counted already."""
+    routed_experts_start: int = 0
 
 
 def to_turn(output: EngineOutput, provenance: Provenance) -> Turn:
@@ -62,13 +68,16 @@ def to_turn(output: EngineOutput, provenance: Provenance) -> Turn:
     """
     completion = _completion_ids(output)
     prompt = _prompt_ids(output)
-    values = _logprobs(output, num_prompt=len(prompt), num_ids=len(completion))
+    values = _logprobs(output, output.logprobs, num_prompt=len(prompt), num_ids=len(completion))
     behaviour = provenance.gives_behaviour_logprobs
+    raw = None if behaviour else values
+    if output.raw_logprobs is not None:
+        raw = _logprobs(output, output.raw_logprobs, num_prompt=len(prompt), num_ids=len(completion))
     return Turn(
-        prompt_token_ids=np.array(prompt, dtype=np.int32),
-        completion_token_ids=np.array(completion, dtype=np.int32),
+        prompt_token_ids=_int32(prompt),
+        completion_token_ids=_int32(completion),
         inference_logprobs=values if behaviour else np.full_like(values, np.nan),
-        raw_inference_logprobs=None if behaviour else values,
+        raw_inference_logprobs=raw,
         finish_reason=_finish_reason(output),
         stop_reason=output.stop_reason,
         policy_versions=_spans(output, num_ids=len(completion)),
@@ -76,6 +85,8 @@ def to_turn(output: EngineOutput, provenance: Provenance) -> Turn:
         usage=output.usage,
         text=output.text,
         request_id=output.request_id,
+        routed_experts=output.routed_experts,
+        routed_experts_start=output.routed_experts_start,
     )
 
 
@@ -93,19 +104,27 @@ def _prompt_ids(output: EngineOutput) -> Sequence[int]:
     return output.prompt_token_ids
 
 
-def _logprobs(output: EngineOutput, *, num_prompt: int, num_ids: int) -> NDArray[np.float32]:
+def _logprobs(
+    output: EngineOutput, reported: Sequence[float | None] | None, *, num_prompt: int, num_ids: int
+) -> NDArray[np.float32]:
     """[C] float32 nats, every one of them reported and finite."""
-    if output.logprobs is None and num_ids:
+    if reported is None and num_ids:
         raise _refusal(output, "logprobs-missing", f"{num_ids} logprobs, one a sampled id", "no logprobs")
-    values = output.logprobs or ()
+    values = reported or ()
     if len(values) != num_ids:
         raise _length_refusal(output, num_values=len(values), num_prompt=num_prompt, num_ids=num_ids)
-    if None in values:
+    try:
+        # `array` takes no None, where numpy would make it NaN; and it is the faster way from a list.
+        doubles = np.frombuffer(array("d", values), np.float64)  # type: ignore[type-var]
+    except TypeError:
         nulls = [at for at, value in enumerate(values) if value is None]
-        raise _refusal(
-            output, "logprob-missing", "a logprob for every sampled id", _at("null", nulls, num_ids)
-        )
-    return _finite(output, np.array(values, dtype=np.float64))
+        found = _at("null", nulls, num_ids)
+        raise _refusal(output, "logprob-missing", "a logprob for every sampled id", found) from None
+    return _finite(output, doubles)
+
+
+def _int32(ids: Sequence[int]) -> NDArray[np.int32]:
+    return np.frombuffer(array("i", ids), np.int32)
 
 
 def _finite(output: EngineOutput, values: NDArray[np.float64]) -> NDArray[np.float32]:

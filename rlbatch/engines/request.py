@@ -77,6 +77,11 @@ def asks_for(request: Mapping[str, object] | None, name: str) -> bool:
     return request is not None and bool(request.get(name))
 
 
+def routing_request(request: Mapping[str, object] | None, route: Route) -> Mapping[str, object] | None:
+    """The fields among which `routed_experts_prompt_start` is, where a request is at hand."""
+    return None if request is None else _sampling_fields(request, route)
+
+
 def _sampling_fields(request: Mapping[str, object], route: Route) -> Mapping[str, object]:
     # The generate route reads `sampling_params` only, the others the top level only; vLLM ignores the rest.
     if route != "generate":

@@ -1,25 +1,24 @@
-"""vLLM's replies, not streamed: /v1/completions, /v1/chat/completions and /inference/v1/generate.
+"""vLLM's whole replies: /v1/completions, /v1/chat/completions, /inference/v1/generate, and in process.
 
-Checks a decoded reply against itself and against its request, and gives one `EngineOutput` a choice. What
-holds for every engine (counts, nulls, finiteness) is left to `to_turn`. Knows nothing of records or arrays.
+Checks a decoded reply against itself and against its request, and gives one `EngineOutput` a choice; streams
+join here once their chunks are put together. What holds for every engine (counts, nulls, finiteness) is left
+to `to_turn`. Knows nothing of records.
 """
 
 from collections.abc import Mapping, Sequence
 
-from rlbatch.catalogue import finding
+import numpy as np
+from numpy.typing import NDArray
+
+from rlbatch.engines.agreement import refusal as refuse
+from rlbatch.engines.agreement import sent_prompts
 from rlbatch.engines.body import chunk_refusal, decode, refusal
 from rlbatch.engines.output import EngineOutput
-from rlbatch.engines.request import Prompts, Route, asks_for, contradictions, read_prompts
-from rlbatch.engines.vllm_reply import (
-    Body,
-    Choice,
-    Counts,
-    logprobs_of,
-    route_of,
-    spans_of,
-    spelt_ids_of,
-    text_of,
-)
+from rlbatch.engines.request import Prompts, Route, asks_for, contradictions, read_prompts, routing_request
+from rlbatch.engines.routing import read_routing, routing_start
+from rlbatch.engines.vllm_object import body_of, is_request_output
+from rlbatch.engines.vllm_reply import Body, Choice, Counts, route_of, spans_of, text_of
+from rlbatch.engines.vllm_rows import Rows, rows_of
 from rlbatch.errors import ReplyError
 from rlbatch.records import Provenance, Usage
 
@@ -32,52 +31,103 @@ def read_reply(
     """The choices of a reply, ordered by index.
 
     Raises:
-        ReplyError: reply-malformed, reply-error-body, route-unsupported, echo-unsupported, ids-missing,
-            routed-experts-unsupported or statement-contradicted.
+        ReplyError: reply-malformed, reply-error-body, route-unsupported, ids-missing, length-mismatch,
+            routed-experts-malformed, routed-experts-mismatch or statement-contradicted.
     """
+    if is_request_output(payload):
+        return outputs_of(body_of(payload), "generate", request, provenance)
     body = decode(payload, Body)
     route = route_of(body)
     if body.choices is None or body.error is not None or route is None:
         raise refusal(payload, complaint="an object that has no `choices`, or an unknown `object`")
     _check_whole(body, body.choices, request)
+    return outputs_of(body, route, request, provenance)
+
+
+def outputs_of(
+    body: Body, route: Route, request: Mapping[str, object] | None, provenance: Provenance
+) -> list[EngineOutput]:
+    """The choices of a whole body, ordered by index, once all that it says twice has been compared."""
     found = contradictions(request, route, provenance)
     if found:
         raise ReplyError.of(*found)
-    choices = _in_order(body.choices)
+    choices = _in_order(body.choices or [])
     prompts = read_prompts(request, route)
     prompt_ids = _prompt_ids(body, choices, prompts)
-    for choice in choices:
-        _check_choice(choice, route)
-    outputs = [
-        _output(body, choice, ids, route=route) for choice, ids in zip(choices, prompt_ids, strict=True)
+    rows = [
+        rows_of(
+            choice,
+            route,
+            prompt_ids=ids,
+            prompt_logprobs=choice.prompt_logprobs if route == "completions" else body.prompt_logprobs,
+            request=request,
+        )
+        for choice, ids in zip(choices, prompt_ids, strict=True)
     ]
-    _check_usage(body.usage, outputs, num_prompts=prompts.count if route == "completions" else 1)
+    outputs = [
+        _output(body, *parts, routing_request(request, route))
+        for parts in zip(choices, prompt_ids, rows, strict=True)
+    ]
+    num_unasked = sum(each.num_unasked for each in rows)
+    num_prompts = prompts.count if route == "completions" else 1
+    _check_usage(body.usage, outputs, num_prompts=num_prompts, num_unasked=num_unasked)
     return outputs
 
 
-def _output(body: Body, choice: Choice, prompt_ids: Sequence[int] | None, *, route: Route) -> EngineOutput:
+def _output(
+    body: Body,
+    choice: Choice,
+    prompt_ids: Sequence[int] | None,
+    rows: Rows,
+    routing: Mapping[str, object] | None,
+) -> EngineOutput:
     usage = Usage()
     if body.usage is not None and len(body.choices or ()) == 1:
         # With several choices the counts are sums, which say nothing of one turn.
         usage = Usage(
-            num_prompt_tokens=body.usage.prompt_tokens, num_completion_tokens=body.usage.completion_tokens
+            num_prompt_tokens=body.usage.prompt_tokens,
+            num_completion_tokens=None if rows.num_unasked else body.usage.completion_tokens,
         )
+    experts, start = _routing(choice, rows, prompt_ids, routing)
     return EngineOutput(
         label=choice.label,
         prompt_token_ids=prompt_ids,
-        completion_token_ids=choice.token_ids,
-        logprobs=logprobs_of(choice, route),
+        completion_token_ids=rows.token_ids,
+        logprobs=rows.logprobs,
         finish_reason=choice.finish_reason,
         stop_reason=choice.stop_reason,
         policy_versions=spans_of(choice),
         usage=usage,
-        text=text_of(choice),
+        # An echoed text may begin with the prompt's.
+        text=None if rows.echoed and choice.token_ids is None else text_of(choice),
         request_id=body.id if body.request_id is None else body.request_id,
+        routed_experts=experts,
+        routed_experts_start=start,
     )
 
 
+def _routing(
+    choice: Choice, rows: Rows, prompt_ids: Sequence[int] | None, request: Mapping[str, object] | None
+) -> tuple[NDArray[np.integer] | None, int]:
+    """The rows of routed experts, counted, and the token of the first."""
+    experts = read_routing(choice.routed_experts, label=choice.label)
+    if experts is None or not prompt_ids:
+        # Without the prompt's ids `to_turn` refuses the choice.
+        return experts, 0
+    # Rows of an id that was not asked for are not of this turn either.
+    num_rows = len(experts) - rows.num_unasked
+    start = routing_start(
+        num_rows,
+        num_prompt=len(prompt_ids),
+        num_completion=len(rows.token_ids),
+        request=request,
+        label=choice.label,
+    )
+    return experts[:num_rows], start
+
+
 def _check_whole(body: Body, choices: list[Choice], request: Mapping[str, object] | None) -> None:
-    """Refuse a chunk of a stream, whose tokens are part of a completion's, and an echo."""
+    """Refuse a chunk of a stream, whose tokens are part of a completion's."""
     if asks_for(request, "stream"):
         raise chunk_refusal("the request set stream=true")
     if body.kind == "text_completion" and body.usage is None:
@@ -86,97 +136,59 @@ def _check_whole(body: Body, choices: list[Choice], request: Mapping[str, object
     for choice in choices:
         if choice.finish_reason is None:
             raise chunk_refusal(f"{choice.label} has no finish_reason, as in a chunk")
-    if asks_for(request, "echo"):
-        raise _refusal("echo-unsupported", "logprobs of the completion alone", "the request set echo=true")
 
 
 def _in_order(choices: list[Choice]) -> list[Choice]:
     ordered = sorted(choices, key=lambda choice: choice.index)
     if not ordered:
-        raise _refusal("reply-malformed", "at least one choice", "an empty list of choices")
+        raise refuse("reply-malformed", "at least one choice", "an empty list of choices")
     if [choice.index for choice in ordered] != list(range(len(ordered))):
         shown = ", ".join(str(choice.index) for choice in ordered[:MAX_INDICES_SHOWN])
-        raise _refusal("reply-malformed", f"choices 0 to {len(ordered) - 1}, each once", f"indices {shown}")
+        raise refuse("reply-malformed", f"choices 0 to {len(ordered) - 1}, each once", f"indices {shown}")
     return ordered
 
 
 def _prompt_ids(body: Body, choices: list[Choice], prompts: Prompts) -> list[Sequence[int] | None]:
-    """For each choice the reply's ids of its prompt, else the request's; both must agree."""
-    sent = _sent_prompts(len(choices), prompts)
+    """For each choice the reply's ids of its prompt, else the request's; all that are said must agree."""
+    sent = sent_prompts(len(choices), prompts)
     result: list[Sequence[int] | None] = []
     for choice, asked in zip(choices, sent, strict=True):
-        said = body.prompt_token_ids if choice.prompt_token_ids is None else choice.prompt_token_ids
-        if said is not None and asked is not None and said != asked:
-            raise _prompt_contradiction(choice, said, asked)
-        result.append(asked if said is None else said)
+        said = [ids for ids in (choice.prompt_token_ids, body.prompt_token_ids, asked) if ids is not None]
+        for other in said[1:]:
+            if other != said[0]:
+                raise _prompt_contradiction(choice, said[0], other, "request" if other is asked else "body")
+        result.append(said[0] if said else None)
     return result
 
 
-def _prompt_contradiction(choice: Choice, said: Sequence[int], asked: Sequence[int]) -> ReplyError:
-    at = next((at for at, (a, b) in enumerate(zip(said, asked, strict=False)) if a != b), None)
-    place = "one is the beginning of the other" if at is None else f"they differ first at token {at}"
-    return _refusal(
+def _prompt_contradiction(
+    choice: Choice, said: Sequence[int], other: Sequence[int], place: str
+) -> ReplyError:
+    at = next((at for at, (a, b) in enumerate(zip(said, other, strict=False)) if a != b), None)
+    where = "one is the beginning of the other" if at is None else f"they differ first at token {at}"
+    return refuse(
         "statement-contradicted",
         "the same ids of the prompt in reply and request",
-        f"{choice.label}: {len(said)} ids in the reply, {len(asked)} in the request; {place}",
+        f"{choice.label}: {len(said)} ids in the reply, {len(other)} in the {place}; {where}",
     )
 
 
-def _sent_prompts(num_choices: int, prompts: Prompts) -> list[Sequence[int] | None]:
-    """The request's ids of the prompt of each choice: choice i belongs to prompt i // n."""
-    if prompts.token_ids is None:
-        return [None] * num_choices
-    num_prompts = len(prompts.token_ids)
-    each = prompts.num_choices
-    if each is None:
-        each = num_choices // num_prompts if num_prompts else 0
-    if each * num_prompts != num_choices:
-        n = "n unsaid" if prompts.num_choices is None else f"n={prompts.num_choices}"
-        raise _refusal(
-            "statement-contradicted",
-            "as many choices as the request asked for",
-            f"{num_choices} choices; the request has {num_prompts} prompts, {n}",
-        )
-    return [ids for ids in prompts.token_ids for _ in range(each)]
-
-
-def _check_choice(choice: Choice, route: Route) -> None:
-    if choice.routed_experts is not None:
-        raise _refusal("routed-experts-unsupported", "`routed_experts` null", f"{choice.label}: it is not")
-    if choice.logprobs is not None:
-        other = choice.logprobs.content if route == "completions" else choice.logprobs.token_logprobs
-        if other is not None:
-            place = "logprobs.token_logprobs" if route == "completions" else "logprobs.content"
-            found = f"{choice.label}: logprobs in another place, where other engines have them"
-            raise _refusal("reply-malformed", f"vLLM's {place} in a reply of {route}", found)
-    spelt = spelt_ids_of(choice)
-    if choice.token_ids is None:
-        hint = "; the strings of its tokens spell ids, which this release does not read" if spelt else ""
-        found = f"{choice.label}: `token_ids` is null or absent{hint}"
-        raise _refusal("ids-missing", "the exact ids of the sampled tokens", found)
-    # Unequal lengths are for `to_turn` to say.
-    if spelt and len(spelt) == len(choice.token_ids) and spelt != choice.token_ids:
-        differing = [at for at, (a, b) in enumerate(zip(choice.token_ids, spelt, strict=True)) if a != b]
-        raise _refusal(
-            "statement-contradicted",
-            "the ids beside the logprobs equal to token_ids",
-            f"{choice.label}: {len(differing)} of {len(spelt)} differ, first at sampled token {differing[0]}",
-        )
-
-
-def _check_usage(usage: Counts | None, outputs: list[EngineOutput], *, num_prompts: int | None) -> None:
+def _check_usage(
+    usage: Counts | None, outputs: list[EngineOutput], *, num_prompts: int | None, num_unasked: int
+) -> None:
     """Counts of the reply against its lists; `num_prompts` None where only the sum over choices is known."""
     if usage is None or any(_uneven(output) for output in outputs):
         # Lists of unequal lengths are refused by `to_turn`, which has more to say.
         return
-    num_ids = sum(len(output.completion_token_ids or ()) for output in outputs)
+    num_ids = sum(len(output.completion_token_ids or ()) for output in outputs) + num_unasked
     _check_count("completion_tokens", usage.completion_tokens, num_ids)
     if len(outputs) == 1:
         num_prompts = 1
     if num_prompts and all(output.prompt_token_ids is not None for output in outputs):
         firsts = outputs[:: len(outputs) // num_prompts]
-        num_ids = sum(len(output.prompt_token_ids or ()) for output in firsts)
-        _check_count("prompt_tokens", usage.prompt_tokens, num_ids)
+        num_prompt_ids = sum(len(output.prompt_token_ids or ()) for output in firsts)
+        _check_count("prompt_tokens", usage.prompt_tokens, num_prompt_ids)
+        _check_count("total_tokens", usage.total_tokens, num_prompt_ids + num_ids)
 
 
 def _uneven(output: EngineOutput) -> bool:
@@ -186,8 +198,4 @@ def _uneven(output: EngineOutput) -> bool:
 def _check_count(name: str, said: int | None, counted: int) -> None:
     if said is not None and said != counted:
         expected = f"usage.{name} equal to the number of ids"
-        raise _refusal("statement-contradicted", expected, f"{name} is {said}, the lists have {counted} ids")
-
-
-def _refusal(code: str, expected: str, found: str) -> ReplyError:
-    return ReplyError.of(finding(code, expected=expected, found=found))
+        raise refuse("statement-contradicted", expected, f"{name} is {said}, the lists have {counted} ids")

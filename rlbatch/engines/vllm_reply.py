@@ -5,8 +5,10 @@
     chat         prompt_token_ids             choice.token_ids   logprobs.content[].logprob
     generate     prompt_token_ids, or null    choice.token_ids   logprobs.content[].logprob, .token_id
 
-Fields that are not needed are skipped by the decoder. Judges nothing. Recorded from vLLM 0.32.0; generate
-replies of older versions lack usage and weight_versions.
+With return_tokens_as_token_ids the token's strings are `token_id:572`; older generate replies have those in
+`content[].token`, and lack usage and weight_versions. Fields that are not needed are skipped by the decoder.
+So are `text_offset`, which counts the characters of such strings, and completions' `top_logprobs`, whose keys
+are text that several tokens may share. Judges nothing. Recorded from vLLM 0.32.0.
 """
 
 import msgspec
@@ -22,12 +24,25 @@ MAX_ID_DIGITS = 10
 """No id below 2**31 has more."""
 
 
+class Ranked(msgspec.Struct, gc=False):
+    """One alternative of a token, or the token itself."""
+
+    logprob: float | None = None
+    token: str | None = None
+    token_id: TokenId | None = None
+
+
 class Entry(msgspec.Struct, gc=False):
     """One sampled token of chat and generate."""
 
     logprob: float | None = None
     token: str | None = None
     token_id: TokenId | None = None
+    top_logprobs: list[Ranked] | None = None
+
+
+PromptLogprobs = list[dict[str, Ranked] | None]
+"""[P]: null for the first token; else by id, as text, the token's own and the best alternatives."""
 
 
 class Logprobs(msgspec.Struct, gc=False):
@@ -39,12 +54,18 @@ class Logprobs(msgspec.Struct, gc=False):
 
 
 class Message(msgspec.Struct, gc=False):
-    """What chat's parsers made of the decoded text."""
+    """What chat's parsers made of the decoded text; whole, or what a chunk adds."""
 
+    role: str | None = None
     content: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
     tool_calls: list[object] | None = None
+
+    @property
+    def parsed(self) -> bool:
+        """A parser took something out of the text."""
+        return bool(self.tool_calls) or self.reasoning is not None or self.reasoning_content is not None
 
 
 class Span(msgspec.Struct, gc=False):
@@ -68,6 +89,7 @@ class Choice(msgspec.Struct, gc=False):
     message: Message | None = None
     weight_versions: list[Span] | None = None
     routed_experts: object = None
+    prompt_logprobs: PromptLogprobs | None = None
 
     @property
     def label(self) -> str:
@@ -80,6 +102,7 @@ class Counts(msgspec.Struct, gc=False):
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
+    total_tokens: int | None = None
 
 
 class Body(msgspec.Struct, gc=False):
@@ -91,6 +114,7 @@ class Body(msgspec.Struct, gc=False):
     request_id: str | None = None
     output_mode: str | None = None
     prompt_token_ids: list[TokenId] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
     usage: Counts | None = None
     error: object = None
 
@@ -110,28 +134,31 @@ def route_of(body: Body) -> Route | None:
     return "generate"
 
 
-def logprobs_of(choice: Choice, route: Route) -> list[float | None] | None:
-    """[C] nats as reported, null where an entry has none; None where the choice has no list."""
-    if choice.logprobs is None:
+def logprobs_of(logprobs: Logprobs | None, route: Route) -> list[float | None] | None:
+    """Nats as reported, null where an entry has none; None where there is no list.
+
+    [C], or [P + C] where the prompt was echoed.
+    """
+    if logprobs is None:
         return None
     if route == "completions":
-        return choice.logprobs.token_logprobs
-    content = choice.logprobs.content
+        return logprobs.token_logprobs
+    content = logprobs.content
     return None if content is None else [entry.logprob for entry in content]
 
 
-def spelt_ids_of(choice: Choice) -> list[int | None]:
+def spelt_ids_of(logprobs: Logprobs | None) -> list[int | None]:
     """The ids that stand beside the logprobs, as numbers or as `token_id:572`; empty where none do.
 
     Example:
         tokens ["token_id:572", "token_id:4"] -> [572, 4]
     """
-    if choice.logprobs is None:
+    if logprobs is None:
         return []
-    entries = choice.logprobs.content or []
+    entries = logprobs.content or []
     if any(entry.token_id is not None for entry in entries):
         return [entry.token_id for entry in entries]
-    tokens = choice.logprobs.tokens or [entry.token or "" for entry in entries]
+    tokens = logprobs.tokens or [entry.token or "" for entry in entries]
     if not all(token.startswith(TOKEN_ID_PREFIX) for token in tokens):
         return []
     return [_number(token.removeprefix(TOKEN_ID_PREFIX)) for token in tokens]
@@ -148,8 +175,7 @@ def text_of(choice: Choice) -> str | None:
     message = choice.message
     if message is None:
         return choice.text
-    parsed = message.tool_calls or message.reasoning is not None or message.reasoning_content is not None
-    return None if parsed else message.content
+    return None if message.parsed else message.content
 
 
 def _number(digits: str) -> int:

@@ -15,11 +15,13 @@ from rlbatch.records.provenance import (
     SamplingParams,
 )
 from rlbatch.records.sample import Origin, Sample, Segment, check_samples, origins_of, sampled_segments
+from rlbatch.records.structure import EXPERT_DTYPES
 from rlbatch.records.token_fields import TOKEN_FIELDS, UNKNOWN_VERSION, Align, TokenField
 from rlbatch.records.turn import FINISH_REASONS, FinishReason, Trajectory, Turn, Usage, VersionSpan
 
 __all__ = [
     "Align",
+    "EXPERT_DTYPES",
     "FINISH_REASONS",
     "FinishReason",
     "LOGPROBS_MODES",

@@ -106,6 +106,8 @@ class Provenance:
     vocab_size: int | None = None
     """Ids that tokenizer and model know; one at or above it is an error. The head may have more rows."""
     eos_token_ids: tuple[int, ...] = ()
+    routing_shape: tuple[int, int] | None = None
+    """(layers, experts a token), for engines whose record of routed experts does not say it (SGLang)."""
 
     def __post_init__(self) -> None:
         check_choice("Provenance.logprobs_mode", self.logprobs_mode, LOGPROBS_MODES)
@@ -119,6 +121,15 @@ class Provenance:
             if self.vocab_size < 1:
                 raise RecordError(f"Provenance.vocab_size: expected >= 1, found {self.vocab_size}")
         object.__setattr__(self, "eos_token_ids", tuple(int(token_id) for token_id in self.eos_token_ids))
+        if self.routing_shape is not None:
+            object.__setattr__(self, "routing_shape", tuple(self.routing_shape))
+            for size in self.routing_shape:
+                check_scalar("Provenance.routing_shape", size, int)
+            if len(self.routing_shape) != 2 or min(self.routing_shape) < 1:
+                found = self.routing_shape
+                raise RecordError(
+                    f"Provenance.routing_shape: expected (layers, experts a token), found {found}"
+                )
 
     @property
     def divisor(self) -> float:

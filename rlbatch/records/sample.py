@@ -15,6 +15,7 @@ from rlbatch.records.structure import (
     check_scalar,
     check_text,
     freeze,
+    freeze_experts,
     keep_number,
     kind_of,
 )
@@ -27,7 +28,7 @@ MAX_SIBLINGS = 2**63 - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Sample:
-    """One trainable flat sequence. Every per-token field has length T; entry t is about token t."""
+    """One trainable flat sequence. Every one of `TOKEN_FIELDS` has length T; entry t is about token t."""
 
     token_ids: NDArray[np.int32]
     inference_logprobs: NDArray[np.float32]
@@ -50,6 +51,9 @@ class Sample:
     """[T] nats; NaN where not trained."""
     proximal_logprobs: NDArray[np.float32] | None = None
     """[T] nats; NaN where not trained."""
+    routed_experts: NDArray[np.integer] | None = None
+    """[T-1, L, K], as the engine counts experts; row t is the pass over token t, which predicts token t + 1.
+    Not one of `TOKEN_FIELDS`: the last token was never passed through."""
     sample_id: str
     trajectory_id: str
     group_id: str | None = None
@@ -69,6 +73,8 @@ class Sample:
                 continue
             freeze(self, spec.name, spec.dtype)
             check_length(self, spec.name, len(self.token_ids))
+        if self.routed_experts is not None:
+            freeze_experts(self, "routed_experts", len(self.token_ids) - 1)
         object.__setattr__(self, "provenances", tuple(self.provenances))
         object.__setattr__(self, "finish_reasons", tuple(self.finish_reasons))
         self._check_names()

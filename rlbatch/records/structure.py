@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rlbatch.errors import RecordError
 
@@ -18,6 +19,32 @@ def freeze(record: object, name: str, dtype: np.dtype[Any] | type[np.generic]) -
         raise RecordError(f"{label}: expected dtype {np.dtype(dtype)}, found {value.dtype}")
     if value.ndim != 1:
         raise RecordError(f"{label}: expected one dimension, found shape {list(value.shape)}")
+    _keep(record, name, value)
+
+
+EXPERT_DTYPES = (np.dtype(np.uint8), np.dtype(np.uint16), np.dtype(np.int32))
+"""What engines count experts with: the smallest that holds them."""
+
+
+def freeze_experts(record: object, name: str, num_rows: int) -> None:
+    """Keep [num_rows, L, K] routed experts as a read-only array; nothing is cast."""
+    label = f"{type(record).__name__}.{name}"
+    value = getattr(record, name)
+    if not isinstance(value, np.ndarray):
+        raise RecordError(f"{label}: expected a numpy array, found {kind_of(value)}")
+    if value.dtype not in EXPERT_DTYPES:
+        kinds = ", ".join(map(str, EXPERT_DTYPES))
+        raise RecordError(f"{label}: expected one of {kinds}, found {value.dtype}")
+    if value.ndim != 3 or len(value) != num_rows or 0 in value.shape[1:]:
+        raise RecordError(
+            f"{label}: expected [{num_rows}, layers, experts a token], found shape {list(value.shape)}"
+        )
+    if value.dtype.kind == "i" and value.size and int(value.min()) < 0:
+        raise RecordError(f"{label}: expected experts >= 0, found {int(value.min())}")
+    _keep(record, name, value)
+
+
+def _keep(record: object, name: str, value: NDArray[Any]) -> None:
     # What the caller can still write is copied: it was checked now, and must stay as it was.
     kept = value.copy() if value.flags.writeable else value.view()
     kept.flags.writeable = False

@@ -13,8 +13,10 @@ from rlbatch.records.structure import (
     check_choice,
     check_ids,
     check_length,
+    check_scalar,
     check_text,
     freeze,
+    freeze_experts,
     keep_number,
     kind_of,
 )
@@ -59,6 +61,11 @@ class Turn:
     """The stop token's id or the stop string, as the engine said."""
     policy_versions: tuple[VersionSpan, ...] = ()
     """Empty where the engine said nothing."""
+    routed_experts: NDArray[np.integer] | None = None
+    """[P + C - 1 - start, L, K], as the engine counts experts; row r is the pass over token start + r, which
+    predicts the next one. None where the engine did not say."""
+    routed_experts_start: int = 0
+    """Token of the first row; 0 where there are none. A next turn's is T - 1 of the turn before."""
     provenance: Provenance
     usage: Usage = field(default_factory=Usage)
     text: str | None = None
@@ -76,6 +83,7 @@ class Turn:
         if self.raw_inference_logprobs is not None:
             freeze(self, "raw_inference_logprobs", np.float32)
             check_length(self, "raw_inference_logprobs", num_tokens)
+        self._check_routing(num_tokens)
         check_ids(self, "prompt_token_ids")
         check_ids(self, "completion_token_ids")
         if self.finish_reason is not None:
@@ -83,6 +91,15 @@ class Turn:
         if not isinstance(self.provenance, Provenance):
             raise RecordError(f"Turn.provenance: expected Provenance, found {kind_of(self.provenance)}")
         _check_spans(self.policy_versions, num_tokens)
+
+    def _check_routing(self, num_tokens: int) -> None:
+        start = self.routed_experts_start
+        check_scalar("Turn.routed_experts_start", start, int)
+        most = len(self.prompt_token_ids) if self.routed_experts is not None else 0
+        if not 0 <= start <= most:
+            raise RecordError(f"Turn.routed_experts_start: expected 0 to {most}, found {start}")
+        if self.routed_experts is not None:
+            freeze_experts(self, "routed_experts", len(self.prompt_token_ids) + num_tokens - 1 - start)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -4,6 +4,9 @@
     <token field>      [T]          each of `TOKEN_FIELDS`; an optional one only where some sample has it
     <column>           [N], or ragged: [M] with `<column>.offsets` int64 [N+1]
     <field>.present    bool [N]     where None is possible; what stands in the array for None means nothing
+    routed_experts     uint8, ragged: the bytes of [T-1, L, K] of each sample, little-endian, C order; with
+                       .itemsize, .num_layers and .num_choices (K), [N] each; absent where no sample has any,
+                       itemsize 0 where one has none
 
 Text is UTF-8 in ragged uint8 columns. `provenances` and `finish_reasons` are ragged columns of indices, one a
 turn, into the distinct values that the metadata holds as JSON.
@@ -19,7 +22,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from rlbatch.records import TOKEN_FIELDS, FinishReason, Provenance, Sample, SamplingParams
+from rlbatch.records import EXPERT_DTYPES, TOKEN_FIELDS, FinishReason, Provenance, Sample, SamplingParams
 from rlbatch.storage.format import Schema, load_json
 
 SAMPLES = Schema(name="rlbatch.samples", versions=("1",))
@@ -55,6 +58,17 @@ COLUMNS = (
 )
 
 
+EXPERTS = "routed_experts"
+EXPERT_COLUMNS: dict[str, np.dtype[Any]] = {
+    f"{EXPERTS}.itemsize": np.dtype(np.uint8),
+    f"{EXPERTS}.num_layers": np.dtype(np.int32),
+    f"{EXPERTS}.num_choices": np.dtype(np.int32),
+}
+"""What makes an array of a sample's bytes."""
+
+EXPERT_DTYPES_BY_SIZE = {dtype.itemsize: dtype for dtype in EXPERT_DTYPES}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArraySpec:
     """One array that a shard may have."""
@@ -81,6 +95,11 @@ def _specs() -> Iterator[ArraySpec]:
             yield ArraySpec(name=extent, dtype=np.dtype(np.int64), extent=PER_BOUNDARY)
         if column.nullable:
             yield ArraySpec(name=f"{column.name}.present", dtype=np.dtype(np.bool_), extent=PER_SAMPLE)
+    boundaries = f"{EXPERTS}.offsets"
+    yield ArraySpec(name=EXPERTS, dtype=np.dtype(np.uint8), extent=boundaries, optional=True)
+    yield ArraySpec(name=boundaries, dtype=np.dtype(np.int64), extent=PER_BOUNDARY, optional=True)
+    for name, dtype in EXPERT_COLUMNS.items():
+        yield ArraySpec(name=name, dtype=dtype, extent=PER_SAMPLE, optional=True)
 
 
 ARRAYS = {spec.name: spec for spec in _specs()}
@@ -118,6 +137,7 @@ def encode(samples: Sequence[Sample]) -> Encoded:
         ("num_siblings", np.array([sample.num_siblings for sample in samples], np.int64)),
         *_ragged("provenances", provenances),
         *_ragged("finish_reasons", finish_reasons),
+        *_routed_experts(samples),
     ]
     return Encoded(arrays=tuple(arrays), provenances=provenance_list, finish_reasons=finish_reason_list)
 
@@ -164,6 +184,18 @@ def _token_arrays(samples: Sequence[Sample]) -> Iterator[tuple[str, NDArray[Any]
                 for sample, value in zip(samples, values, strict=True)
             ]
         yield spec.name, np.concatenate(values)
+
+
+def _routed_experts(samples: Sequence[Sample]) -> Iterator[tuple[str, NDArray[Any]]]:
+    arrays = [sample.routed_experts for sample in samples]
+    if all(array is None for array in arrays):
+        return
+    kinds = [(0, 0, 0) if array is None else (array.itemsize, *array.shape[1:]) for array in arrays]
+    runs = [b"" if array is None else array.tobytes() for array in arrays]
+    yield EXPERTS, np.frombuffer(b"".join(runs), np.uint8)
+    yield f"{EXPERTS}.offsets", _boundaries([len(run) for run in runs])
+    for at, (name, dtype) in enumerate(EXPERT_COLUMNS.items()):
+        yield name, np.array([kind[at] for kind in kinds], dtype)
 
 
 def _present(name: str, values: Iterable[object]) -> tuple[str, NDArray[Any]]:

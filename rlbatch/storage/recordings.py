@@ -1,6 +1,6 @@
 """Recorded JSON, read as samples: rollouts, reply wrappers, and `.jsonl` of either.
 
-    rollouts  {sampling, rows: [{prompt_ids, ids, lp, text, finish_reason, stop_reason}, ...], ...}
+    rollouts  {sampling, rows: [{prompt_ids, ids, lp, text, finish_reason, stop_reason, routed_experts}, ...]}
     wrapper   {endpoint, request, status, response | sse | response_text}
 
 `sampling` lists what differed from neutral. A row with a fault of its own (counts, nulls, infinities) comes
@@ -17,11 +17,12 @@ import msgspec
 
 from rlbatch.assemble import to_samples
 from rlbatch.catalogue import CATALOGUE, finding
-from rlbatch.engines import parse_response
-from rlbatch.engines.body import TokenId, chunk_refusal, refusal
-from rlbatch.engines.output import EngineOutput, to_turn
+from rlbatch.engines import ResponseAssembler, parse_response
+from rlbatch.engines.body import refusal
+from rlbatch.engines.output import to_turn
 from rlbatch.errors import Finding, RecordError, ReplyError, StorageError, Where
 from rlbatch.records import Provenance, Sample, Trajectory, Turn
+from rlbatch.storage.recorded_row import RecordedRow, output_of
 from rlbatch.storage.statements import (
     ModelIdentity,
     Statement,
@@ -51,24 +52,15 @@ class Row:
     """How much of the file is read by now, 0 to 1."""
 
 
-class _RecordedRow(msgspec.Struct, gc=False):
-    prompt_ids: list[TokenId] | None = None
-    ids: list[TokenId] | None = None
-    lp: list[float | None] | None = None
-    text: str | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-
-
 class _Document(msgspec.Struct):
-    rows: list[_RecordedRow] | None = None
+    rows: list[RecordedRow] | None = None
     sampling: dict[str, object] | None = None
     endpoint: str | None = None
     request: object = None
     status: int | None = None
     response: msgspec.Raw = msgspec.Raw()
     """As it stands in the file, for `parse_response`; empty where there is none."""
-    sse: object = None
+    sse: str | None = None
     response_text: str | None = None
     choices: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     """Of a reply's body without its wrapper."""
@@ -219,23 +211,14 @@ def _entries(
 
 
 def _recorded_rows(
-    rows: list[_RecordedRow], place: _Place, first: int, provenance: Provenance
+    rows: list[RecordedRow], place: _Place, first: int, provenance: Provenance
 ) -> Iterator[_Entry]:
     for number, row in enumerate(rows):
-        output = EngineOutput(
-            label=f"row {number}",
-            where=place.entry(first + number, number),
-            prompt_token_ids=row.prompt_ids,
-            completion_token_ids=row.ids,
-            logprobs=row.lp,
-            finish_reason=row.finish_reason,
-            stop_reason=row.stop_reason,
-            text=row.text,
-        )
+        where = place.entry(first + number, number)
         try:
-            turn: Turn | ReplyError = to_turn(output, provenance)
+            turn: Turn | ReplyError = to_turn(output_of(row, f"row {number}", where), provenance)
         except ReplyError as error:
-            turn = error
+            turn = _located(error, where)
         yield turn, (number + 1) / len(rows)
 
 
@@ -244,7 +227,7 @@ def _reply(
 ) -> Iterator[_Entry]:
     """The choices of a recorded reply; a reply with a fault is one entry."""
     request = document.request
-    body = _body(document)
+    body = None if document.sse is not None else _body(document)
     if not isinstance(request, Mapping):
         raise ReplyError.of(_malformed("a wrapper without the request's object", place.where))
     fields = request.get("sampling_params") if document.endpoint == _ROUTES[2] else request
@@ -253,7 +236,12 @@ def _reply(
     said = sampling_of_request(fields, place.where)
     provenance = provenance_of(said, statement, identity=identity, where=place.where)
     try:
-        turns = parse_response(body, engine=provenance.engine, request=request, provenance=provenance)
+        if body is None:
+            assembler = ResponseAssembler(engine=provenance.engine, request=request, provenance=provenance)
+            assembler.feed(document.sse or "")
+            turns = assembler.finish()
+        else:
+            turns = parse_response(body, engine=provenance.engine, request=request, provenance=provenance)
     except ReplyError as error:
         yield error, 1.0
         return
@@ -263,8 +251,6 @@ def _reply(
 
 def _body(document: _Document) -> bytes:
     """The reply's body; whatever is no reply at all is refused before anything is asked of the caller."""
-    if document.sse is not None:
-        raise chunk_refusal("server-sent events")
     body = bytes(document.response) or (document.response_text or "").encode()
     if document.endpoint not in _ROUTES or document.status not in (None, _HTTP_OK):
         raise refusal(body, complaint=f"a body of {document.endpoint} with status {document.status}")

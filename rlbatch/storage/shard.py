@@ -19,6 +19,9 @@ from rlbatch.errors import StorageError
 from rlbatch.records import TOKEN_FIELDS, FinishReason, Provenance, Sample
 from rlbatch.storage.columns import (
     ARRAYS,
+    EXPERT_COLUMNS,
+    EXPERT_DTYPES_BY_SIZE,
+    EXPERTS,
     PER_BOUNDARY,
     PER_SAMPLE,
     SAMPLES,
@@ -29,7 +32,8 @@ from rlbatch.storage.columns import (
 from rlbatch.storage.files import refusal, unusable
 from rlbatch.storage.format import Entry, read_header, shown
 
-_TOKEN_ARRAYS = frozenset(spec.name for spec in TOKEN_FIELDS)
+_TOKEN_ARRAYS = frozenset({EXPERTS, *(spec.name for spec in TOKEN_FIELDS)})
+_EXPERT_ARRAYS = frozenset({EXPERTS, f"{EXPERTS}.offsets", *EXPERT_COLUMNS})
 
 
 class Shard:
@@ -107,6 +111,7 @@ class Shard:
         reward = float(self._arrays["reward"][index]) if self._arrays["reward.present"][index] else None
         return Sample(
             **tokens,
+            routed_experts=self._routed_experts(index),
             sample_id=self._text("sample_id", index),
             trajectory_id=self._text("trajectory_id", index),
             group_id=group_id,
@@ -122,6 +127,21 @@ class Shard:
         if name not in self._arrays or (present is not None and not present[index]):
             return None
         return self._arrays[name][self.offsets[index] : self.offsets[index + 1]]
+
+    def _routed_experts(self, index: int) -> NDArray[Any] | None:
+        """[T-1, L, K] as a view of the file's bytes."""
+        if EXPERTS not in self._arrays:
+            return None
+        itemsize, num_layers, num_choices = (int(self._arrays[name][index]) for name in EXPERT_COLUMNS)
+        run = self._run(EXPERTS, index)
+        if not itemsize:
+            if len(run) or num_layers or num_choices:
+                raise ValueError("routed experts of no kind")
+            return None
+        if num_layers < 1 or num_choices < 1:
+            raise ValueError("routed experts without layers")
+        num_rows = int(self.offsets[index + 1] - self.offsets[index]) - 1
+        return run.view(EXPERT_DTYPES_BY_SIZE[itemsize]).reshape(num_rows, num_layers, num_choices)
 
     def _run(self, name: str, index: int) -> NDArray[Any]:
         offsets = self._arrays[f"{name}.offsets"]
@@ -161,8 +181,9 @@ def _check_names(path: Path, entries: Mapping[str, Entry]) -> None:
             "schema-unknown", path, expected="arrays that this release knows", found=shown(", ".join(unknown))
         )
     for name, spec in ARRAYS.items():
-        # An optional field and its `.present` come together.
+        # An optional field and its `.present` come together, and so do the parts of routed experts.
         needed = not spec.optional or name.removesuffix(".present") in entries or f"{name}.present" in entries
+        needed |= name in _EXPERT_ARRAYS and not _EXPERT_ARRAYS.isdisjoint(entries)
         if needed and name not in entries:
             raise refusal("shard-altered", path, expected=f"an array {name!r}", found="none")
         if name in entries and entries[name].dtype != spec.dtype:

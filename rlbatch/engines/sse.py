@@ -1,0 +1,90 @@
+"""Server-sent events out of a byte stream that arrives in pieces of any size.
+
+Splits, and nothing else: a piece may end within a character, a line or an event. Comments and the fields `id`
+and `retry` are dropped, as the format says. Knows nothing of what the events hold.
+"""
+
+from typing import TypeAlias
+
+from rlbatch.catalogue import finding
+from rlbatch.engines.body import MAX_REPLY_BYTES
+from rlbatch.errors import ReplyError
+
+_END = b"\n\n"
+_DATA = b"data: "
+
+
+Event: TypeAlias = tuple[str, bytes]
+"""Name and data of one event; the name is empty where it has none, which is the rule."""
+
+
+class EventSplitter:
+    """Takes pieces, gives whole events in order."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+        self._size = 0
+        self._ends_in_return = False
+
+    def feed(self, piece: bytes | str) -> list[Event]:
+        """The events that this piece completes.
+
+        Raises:
+            ReplyError: reply-malformed, text that is not UTF-8, or a stream above `MAX_REPLY_BYTES`.
+        """
+        raw = _encode(piece) if isinstance(piece, str) else bytes(piece)
+        self._size += len(raw)
+        if self._size > MAX_REPLY_BYTES:
+            raise _malformed(f"a stream of at most {MAX_REPLY_BYTES:,} bytes", "a longer one")
+        raw = self._one_kind_of_line_end(raw)
+        # An end that began in the last piece may be completed by this one.
+        start = max(0, len(self._buffer) - len(_END) + 1)
+        self._buffer += raw
+        end = self._buffer.rfind(_END, start)
+        if end < 0:
+            return []
+        blocks = bytes(self._buffer[:end]).split(_END)
+        del self._buffer[: end + len(_END)]
+        return [event for block in blocks if (event := _event(block)) is not None]
+
+    @property
+    def rest(self) -> bytes:
+        """What came after the last whole event: part of one, unless only its line end is missing."""
+        return bytes(self._buffer).strip(b"\n")
+
+    def _one_kind_of_line_end(self, raw: bytes) -> bytes:
+        if self._ends_in_return and raw.startswith(b"\n"):
+            # The other half of a line end that was cut in two.
+            raw = raw[1:]
+            self._ends_in_return = False
+        if raw:
+            self._ends_in_return = raw.endswith(b"\r")
+        # JSON has neither sign unescaped, so whole events are not touched.
+        return raw.replace(b"\r\n", b"\n").replace(b"\r", b"\n") if b"\r" in raw else raw
+
+
+def _event(block: bytes) -> Event | None:
+    if block.startswith(_DATA) and b"\n" not in block:
+        return "", block[len(_DATA) :]
+    name, data = b"", []
+    for line in block.split(b"\n"):
+        field, _, value = line.partition(b":")
+        value = value.removeprefix(b" ")
+        if field == b"data":
+            data.append(value)
+        elif field == b"event":
+            name = value
+        elif field not in (b"", b"id", b"retry"):
+            raise _malformed("lines that begin with data, event, id, retry or a colon", "another line")
+    return (name.decode("utf-8", "replace"), b"\n".join(data)) if data or name else None
+
+
+def _encode(text: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError:
+        raise _malformed("text that UTF-8 can hold", "text with lone surrogates") from None
+
+
+def _malformed(expected: str, found: str) -> ReplyError:
+    return ReplyError.of(finding("reply-malformed", expected=expected, found=found))

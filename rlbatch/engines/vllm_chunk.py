@@ -1,0 +1,49 @@
+"""What one chunk of a vLLM stream says: the structs it is decoded into. Judges nothing.
+
+    route        object                   prompt ids, in the first chunk   text
+    completions  text_completion          choice.prompt_token_ids          choice.text
+    chat         chat.completion.chunk    prompt_token_ids                 choice.delta.content
+    generate     none, but request_id     the request's                    choice.text, or none
+
+Ids and logprobs lie where a whole reply has them, and are of some tokens of one choice. A last chunk without
+choices may have the usage. weight_versions and routed_experts (generate) come with the finish_reason and are
+of the whole completion. Recorded from vLLM 0.32.0.
+"""
+
+import msgspec
+
+from rlbatch.engines.body import TokenId
+from rlbatch.engines.vllm_reply import Counts, Logprobs, Message, Span
+
+
+class ChunkLogprobs(Logprobs, gc=False):
+    """With the one thing that only a stream needs."""
+
+    text_offset: list[int] | None = None
+
+
+class ChunkChoice(msgspec.Struct, gc=False):
+    """What a chunk adds to one choice."""
+
+    index: int
+    token_ids: list[TokenId] | None = None
+    logprobs: ChunkLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    text: str | None = None
+    delta: Message | None = None
+    prompt_token_ids: list[TokenId] | None = None
+    weight_versions: list[Span] | None = None
+    routed_experts: object = None
+
+
+class Chunk(msgspec.Struct, gc=False):
+    """The data of one event."""
+
+    choices: list[ChunkChoice]
+    kind: str | None = msgspec.field(name="object", default=None)
+    id: str | None = None
+    request_id: str | None = None
+    prompt_token_ids: list[TokenId] | None = None
+    usage: Counts | None = None
+    error: object = None
