@@ -20,7 +20,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from rlbatch.collate import collate
 from rlbatch.errors import AlignmentError, RecordError, RlbatchError
-from rlbatch.faults import FAULTS
+from rlbatch.faults import FAULTS, Fault
 from rlbatch.records import Provenance, Sample, SamplingParams
 from rlbatch.scoring import load_model, model_vocab_size
 from rlbatch.storage import open_reader, write_shard
@@ -68,6 +68,18 @@ def parameters(model: PreTrainedModel) -> list[torch.Tensor]:
 
 def same(before: list[torch.Tensor], model: PreTrainedModel) -> bool:
     return all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+
+
+class FromTheSecondTime:
+    """A fault that leaves the first step's samples as they are."""
+
+    def __init__(self, fault: Fault) -> None:
+        self._fault = fault
+        self._num_calls = 0
+
+    def plant(self, samples: list[Sample], rng: np.random.Generator) -> list[Sample]:
+        self._num_calls += 1
+        return samples if self._num_calls == 1 else self._fault.plant(samples, rng)
 
 
 # -- the task --------------------------------------------------------------------------------------------
@@ -215,7 +227,7 @@ def test_steps_train_on_up_to_two_versions_old_rollouts_without_an_error(
 
 @pytest.mark.parametrize("code", sorted(set(FAULTS) - WARN_ONLY - NO_PLACE))
 def test_planted_fault_stops_before_the_first_backward(
-    grpo: ModuleType, model: PreTrainedModel, tmp_path: Path, code: str, monkeypatch: pytest.MonkeyPatch
+    grpo: ModuleType, model: PreTrainedModel, tmp_path: Path, code: str
 ) -> None:
     before = parameters(model)
     with pytest.raises(RlbatchError) as caught:
@@ -237,6 +249,7 @@ def test_fault_that_finds_no_place_is_said_and_nothing_is_trained(
 def test_planted_fault_is_named_among_older_rollouts(
     grpo: ModuleType, model: PreTrainedModel, tmp_path: Path
 ) -> None:
+    monkeypatch.setattr(grpo, "FAULTS", {"shifted": FromTheSecondTime(FAULTS["shifted"])})
     with pytest.raises(AlignmentError) as caught:
         list(grpo.train(model, settings(grpo, tmp_path, steps=2, lag=2, plant="shifted")))
     # Sound rollouts of step 0 are in the same step, one version old, and are not accused.
@@ -244,14 +257,14 @@ def test_planted_fault_is_named_among_older_rollouts(
 
 
 def test_faults_of_warning_level_are_told_and_the_step_goes_on(
-    grpo: ModuleType, model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    grpo: ModuleType, model: PreTrainedModel, tmp_path: Path
 ) -> None:
     lines = list(grpo.train(model, settings(grpo, tmp_path, plant="ratio-tail")))
     assert "x ratio-tail" in lines[1]
 
 
 def test_unchecked_the_shifted_rollouts_change_the_weights(
-    grpo: ModuleType, model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    grpo: ModuleType, model: PreTrainedModel, tmp_path: Path
 ) -> None:
     before = parameters(model)
     list(grpo.train(model, settings(grpo, tmp_path, plant="shifted", unchecked=True)))
@@ -270,8 +283,5 @@ def test_program_exits_1_with_the_error_on_stderr(tmp_path: Path) -> None:
     assert run.returncode == 1
     assert run.stderr.startswith("AlignmentError: [shifted] ")
     assert "Traceback" not in run.stderr
-    assert [line.split(":")[0] for line in run.stdout.splitlines()[1:]] == ["step 0"]
-    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == [
-        "000000.safetensors",
-        "000001.safetensors",
-    ]
+    assert [line.split()[0] for line in run.stdout.splitlines()] == ["held-out"]
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["000000.safetensors"]
