@@ -238,7 +238,7 @@ def test_planted_fault_stops_before_the_first_backward(
 
 
 def test_fault_that_finds_no_place_is_said_and_nothing_is_trained(
-    grpo: ModuleType, model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    grpo: ModuleType, model: PreTrainedModel, tmp_path: Path
 ) -> None:
     before = parameters(model)
     with pytest.raises(RecordError, match="found none in 64 samples"):
@@ -247,7 +247,7 @@ def test_fault_that_finds_no_place_is_said_and_nothing_is_trained(
 
 
 def test_planted_fault_is_named_among_older_rollouts(
-    grpo: ModuleType, model: PreTrainedModel, tmp_path: Path
+    grpo: ModuleType, model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grpo, "FAULTS", {"shifted": FromTheSecondTime(FAULTS["shifted"])})
     with pytest.raises(AlignmentError) as caught:

@@ -1,6 +1,6 @@
 """Time and memory of parsing a long completions reply and a long stream, beside json and pydantic.
 
-    python bench/parse_reply.py [NUM_TOKENS]
+    python kernels/bench/parse_reply.py [NUM_TOKENS]
 
 The reply has what vLLM sends with logprobs=1 and return_token_ids: strings, offsets and alternatives too. The
 streams have the same tokens, 1, 4 and 16 a chunk. Each figure is the median of 9 runs; memory is the peak
