@@ -13,7 +13,9 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from rlbatch.alignment import Judge, Limits, measure
+from rlbatch.alignment import Judge, measure
+from rlbatch.alignment.drift import age_text
+from rlbatch.alignment.judge import DOUBTS
 from rlbatch.alignment.limits import CLEAN_MEAN
 from rlbatch.batch import Batch
 from rlbatch.catalogue import finding
@@ -35,6 +37,9 @@ MAX_ROWS_A_SLICE = 1024
 
 TOLD_ELSEWHERE = ("incomparable", "nothing-trained")
 """Codes of `check_sound` that the judge tells of what it cannot explain, and this module of whole files."""
+
+REASONS = (*DOUBTS, "incomparable", "nothing-trained")
+"""Codes that say themselves why a file is not judged."""
 
 OnProgress: TypeAlias = Callable[[float], None]
 """Called with the share of all files, by size, that is done."""
@@ -185,8 +190,9 @@ class _FileAudit:
             self._findings.append(_nothing_trained(self._path, self._num_samples))
         if any(found.severity == "error" for found in self._findings):
             return self._report("findings", self._figures, self._num_samples)
-        if not verdict.judged and self._figures.num_tokens and not self._findings:
-            self._findings.append(_too_few(self._path, self._figures, self._judge.limits))
+        told = {found.code for found in self._findings}
+        if not verdict.judged and self._figures.num_tokens and told.isdisjoint(REASONS):
+            self._findings.append(_too_few(self._path, self._judge))
         word: Verdict = "sound" if verdict.judged else "not-judged"
         return self._report(word, self._figures, self._num_samples)
 
@@ -271,14 +277,22 @@ def _mismatch(stored: str, found: str, scorer: Scorer, path: Path) -> Finding:
     )
 
 
-def _too_few(path: Path, figures: Figures, limits: Limits) -> Finding:
+def _too_few(path: Path, judge: Judge) -> Finding:
+    """Of the age with the fewest tokens: it alone is enough to leave a file open."""
+    limits = judge.limits
+    open_ages = {
+        age: sums
+        for age, sums in judge.drift.by_age.items()
+        if sums.num_tokens < limits.min_tokens and not sums.all_clean
+    }
+    age, sums = min(open_ages.items(), key=lambda item: item[1].num_tokens)
     return finding(
         "too-few-to-judge",
         where=Where(path=str(path)),
-        expected=f"at least {limits.min_tokens} compared tokens of one version, or a mean |log_ratio| under "
+        expected=f"of each version at least {limits.min_tokens} compared tokens, or a mean |log_ratio| under "
         f"{CLEAN_MEAN} nats in every turn",
-        found=f"{figures.num_tokens} tokens, inference KLD {figures.k3:.3g}, |log_ratio| up to "
-        f"{figures.max_abs_log_ratio:.3g} nats",
+        found=f"{int(sums.num_tokens)} tokens of {age_text(age)}, "
+        f"inference KLD {sums.mean(sums.sum_k3):.3g}, |log_ratio| up to {sums.max_abs_log_ratio:.3g} nats",
     )
 
 

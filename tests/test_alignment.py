@@ -254,13 +254,53 @@ def test_a_short_row_that_moved_far_is_not_taken_for_a_stranger():
 
 
 def test_old_data_that_moved_far_but_belongs_to_its_tokens_is_a_warning_and_not_judged():
-    moved = [1.5 * value for value in TRUTH]
-    verdict = verdict_of(batch_of(moved, version=1), TRUTH, trainer_version=2)
+    truth = TRUTH * 5
+    moved = [1.5 * value for value in truth]
+    verdict = verdict_of(batch_of(moved, version=1), truth, trainer_version=2)
     assert codes(verdict) == [("unexplained", "warning")]
     assert verdict.judged is False
-    assert codes(verdict_of(batch_of(moved, version=2), TRUTH, trainer_version=2)) == [
-        ("unexplained", "error")
-    ]
+    current = batch_of(moved, version=2)
+    assert codes(verdict_of(current, truth, trainer_version=2)) == [("unexplained", "error")]
+
+
+def test_a_row_too_short_for_a_verdict_may_still_be_doubted():
+    strangers = [-4.0, -0.1, -3.5, -0.2, -0.6]
+    verdict = verdict_of(batch_of(strangers), [-0.3, -2.8, -0.2, -4.0, -2.0])
+    assert codes(verdict) == [("unexplained", "warning")]
+    assert verdict.judged is False
+
+
+def test_two_gross_stretches_are_not_averaged_with_what_lies_between():
+    rng = np.random.default_rng(0)
+    truth = rng.uniform(-6, -0.05, 640)
+    inference = truth.copy()
+    inference[:64], inference[-64:] = rng.uniform(-6, -0.05, (2, 64))
+    for version in (1, 2):
+        batch = batch_of(inference.tolist(), version=version)
+        (found,) = verdict_of(batch, truth.tolist(), trainer_version=2).findings
+        assert (found.code, found.severity) == ("unexplained", "error")
+        assert "over 64 tokens" in found.found
+        assert "2 such stretches" in found.found
+
+
+def test_a_shift_that_heals_inside_a_row_is_placed():
+    truth = np.random.default_rng(0).uniform(-4, -0.05, 500)
+    inference = truth.copy()
+    inference[201:264] = truth[200:263]
+    (found,) = verdict_of(batch_of(inference.tolist()), truth.tolist()).findings
+    assert found.code == "shifted"
+    assert "at lag -1" in found.found
+    assert 195 <= found.where.start <= 210
+    assert found.where.stop <= 275
+
+
+def test_a_handful_of_honest_tokens_is_never_shifted():
+    rng = np.random.default_rng(0)
+    for _ in range(500):
+        truth = rng.uniform(-4, -0.05, int(rng.integers(3, 7)))
+        noisy = np.minimum(truth + rng.normal(0, 0.3, len(truth)), -1e-3)
+        verdict = verdict_of(batch_of(noisy.tolist()), truth.tolist())
+        assert {code for code, _ in codes(verdict)} <= {"unexplained"}
 
 
 def test_one_odd_token_of_a_short_row_is_no_gross_mismatch():
@@ -292,13 +332,16 @@ def test_an_entry_put_in_inside_a_row_is_a_shift_from_there_on(at, num_tokens):
     assert found.where.stop == 2 + num_tokens
 
 
-def test_zeros_of_old_data_need_more_than_a_thousandth_of_a_nat():
-    inference, truth = [0.0, -3.0, -0.1, -2.0], [-0.002, -3.0, -0.1, -2.0]
-    assert codes(verdict_of(batch_of(inference, version=2), truth, trainer_version=2)) == [
-        ("zero-filled", "error")
-    ]
-    assert codes(verdict_of(batch_of(inference, version=1), truth, trainer_version=2)) == []
-    filled = batch_of([-0.002, 0.0, -0.1, -2.0], version=1)
+def test_one_zero_that_matters_to_nobody_is_no_fault():
+    truth = [-0.0011] + [-1.0] * 40
+    assert codes(verdict_of(batch_of([0.0] + [-1.0] * 40), truth)) == []
+
+
+def test_zeros_of_old_data_need_more_evidence():
+    inference, truth = [0.0, -3.0, -0.1, -2.0], [-0.06, -3.0, -0.1, -2.0]
+    for version, expected in ((2, [("zero-filled", "error")]), (1, [])):
+        assert codes(verdict_of(batch_of(inference, version=version), truth, trainer_version=2)) == expected
+    filled = batch_of([-0.06, 0.0, -0.1, -2.0], version=1)
     assert codes(verdict_of(filled, truth, trainer_version=2)) == [("zero-filled", "error")]
 
 

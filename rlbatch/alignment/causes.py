@@ -9,8 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlbatch.alignment.evidence import Evidence
-from rlbatch.alignment.lags import Shift, shift_from, whole_shift
+from rlbatch.alignment.lags import Shift, shift_from, shift_within, whole_shift
 from rlbatch.alignment.limits import (
+    DOUBT_DROPS_FROM,
+    DOUBT_MEAN,
+    DOUBT_SPREAD,
     GROSS_MEAN,
     GROSS_MIN_TOKENS,
     GROSS_TRIMMED_SHARE,
@@ -20,14 +23,14 @@ from rlbatch.alignment.limits import (
     STRANGER_SHARE,
     UNCERTAIN_BELOW,
     WINDOW,
-    ZERO_OLD_TRAINER_BELOW,
+    ZERO_MIN_EVIDENCE,
+    ZERO_OLD_MIN_EVIDENCE,
     ZERO_TRAINER_BELOW,
 )
 from rlbatch.catalogue import finding
-from rlbatch.errors import Finding, Where
+from rlbatch.errors import Finding
 from rlbatch.records import Provenance
 from rlbatch.soundness.values import VALUE_FAULTS, found_text
-from rlbatch_kernels import RESIDUAL_CLIP
 
 
 def trainer_not_finite(evidence: Evidence) -> Finding | None:
@@ -68,16 +71,23 @@ def shifted_from(evidence: Evidence) -> Finding | None:
     shift = shift_from(evidence)
     if shift is None:
         return None
-    return _shift_finding("shifted-from", evidence.part(shift.start, len(evidence.trained)), shift)
+    return _shift_finding("shifted-from", evidence, shift)
+
+
+def shifted_within(evidence: Evidence) -> Finding | None:
+    """Another lag explains a stretch of the segment, and lag 0 the rest."""
+    shift = shift_within(evidence)
+    return None if shift is None else _shift_finding("shifted", evidence, shift)
 
 
 def zero_filled(evidence: Evidence) -> Finding | None:
     """Exact zeros where the parameters in force rule them out."""
     if not evidence.comparable or zero_is_possible(evidence.provenance):
         return None
-    below = ZERO_TRAINER_BELOW if evidence.current else ZERO_OLD_TRAINER_BELOW
-    bad = np.flatnonzero(evidence.usable & (evidence.inference == 0) & (evidence.trainer < below))
-    if not len(bad):
+    zero = evidence.usable & (evidence.inference == 0)
+    bad = np.flatnonzero(zero & (evidence.trainer < ZERO_TRAINER_BELOW))
+    needed = ZERO_MIN_EVIDENCE if evidence.current else ZERO_OLD_MIN_EVIDENCE
+    if -evidence.trainer[bad].sum() < needed:
         return None
     return finding(
         "zero-filled",
@@ -96,22 +106,35 @@ def unexplained(evidence: Evidence) -> Finding | None:
     """
     if not evidence.comparable:
         return None
-    gross = [window for window in _windows(evidence) if _trimmed_mean(window) >= GROSS_MEAN]
-    if not gross:
+    told = [(run.current or _are_strangers(run), _trimmed_mean(run), run) for run in _gross_runs(evidence)]
+    if not told:
         return None
-    stretch = evidence.part(
-        gross[0].first_token - evidence.first_token,
-        gross[-1].first_token - evidence.first_token + len(gross[-1].trained),
-    )
-    residuals = ", ".join(f"{value:.3g} at {lag:+d}" for lag, value in stretch.residuals().items())
-    is_error = evidence.current or _are_strangers(stretch)
+    is_error, mean, run = max(told, key=lambda each: each[:2])
+    more = f"; {len(told)} such stretches in the turn" if len(told) > 1 else ""
     return finding(
         "unexplained",
         severity="error" if is_error else "warning",
-        where=stretch.place,
+        where=run.place,
         expected=f"mean |log_ratio| below {GROSS_MEAN} nats, without the largest tenth",
-        found=f"{_trimmed_mean(stretch):.3g} nats over {int(stretch.usable.sum())} tokens; "
-        f"all of them by lag {residuals}",
+        found=f"{mean:.3g} nats over {int(run.usable.sum())} tokens; {_by_lag(run)}{more}",
+    )
+
+
+def doubtful(evidence: Evidence) -> Finding | None:
+    """Too far off for noise, and too short for a verdict: a warning, at any age."""
+    errors = np.sort(evidence.at_zero()[evidence.usable])
+    if not evidence.comparable or not 2 <= len(errors) < GROSS_MIN_TOKENS:
+        return None
+    errors = errors[:-1] if len(errors) >= DOUBT_DROPS_FROM else errors
+    most = DOUBT_MEAN + DOUBT_SPREAD / len(errors) ** 0.5
+    if errors.mean() <= most:
+        return None
+    return finding(
+        "unexplained",
+        severity="warning",
+        where=evidence.place,
+        expected=f"mean |log_ratio| of at most {most:.2f} nats over {len(errors)} tokens",
+        found=f"{errors.mean():.3g} nats; {_by_lag(evidence)}",
     )
 
 
@@ -120,8 +143,10 @@ CAUSES: tuple[Callable[[Evidence], Finding | None], ...] = (
     impossible_value,
     shifted_from,
     shifted,
+    shifted_within,
     zero_filled,
     unexplained,
+    doubtful,
 )
 """By precedence: the first that finds something is told.
 
@@ -144,32 +169,44 @@ def zero_is_possible(provenance: Provenance) -> bool:
 
 
 def _shift_finding(code: str, evidence: Evidence, shift: Shift) -> Finding:
-    residuals = evidence.residuals()
-    place: Where = evidence.place
+    stretch = evidence.part(shift.start, shift.stop)
+    residuals = stretch.residuals()
     rivals = "".join(f", {residuals[lag]:.3g} at lag {lag:+d}" for lag in shift.rivals)
+    is_whole = shift.stop - shift.start == len(evidence.trained)
     return finding(
         code,
-        where=place,
+        where=stretch.place,
         expected="trainer and inference logprobs agree best at lag 0",
         found=f"mean |log_ratio| {residuals[0]:.3g} nats at lag 0, {residuals[shift.lag]:.3g} at lag "
-        f"{shift.lag:+d}{rivals}, over {int(evidence.usable.sum())} tokens"
-        + (": the row repeats itself, so either may be it" if rivals else ""),
-        likely=_LIKELY.get((code, shift.lag > 0)),
+        f"{shift.lag:+d}{rivals}, over {int(stretch.usable.sum())} tokens"
+        + (": the row repeats itself, so which it is cannot be told" if rivals else ""),
+        likely=_likely(shift.lag) if code == "shifted" and is_whole else None,
     )
 
 
-_LIKELY = {
-    ("shifted", False): "the list of logprobs has an entry in front that the list of ids lost",
-    ("shifted", True): "the list of logprobs lost an entry in front that the list of ids still has",
-}
+def _likely(lag: int) -> str:
+    entries = "an entry" if abs(lag) == 1 else f"{abs(lag)} entries"
+    if lag < 0:
+        return f"the list of logprobs has {entries} in front that the list of ids lost"
+    return f"the list of logprobs lost {entries} in front that the list of ids still has"
 
 
-def _windows(evidence: Evidence) -> Iterator[Evidence]:
-    """Stretches of `WINDOW` tokens with enough usable ones; the last may be shorter."""
-    for start in range(0, len(evidence.trained), WINDOW):
-        window = evidence.part(start, start + WINDOW)
-        if window.usable.sum() >= GROSS_MIN_TOKENS:
-            yield window
+def _by_lag(evidence: Evidence) -> str:
+    parts = [f"{value:.3g} at {lag:+d}" for lag, value in evidence.residuals().items()]
+    return f"all of them by lag {', '.join(parts)}"
+
+
+def _gross_runs(evidence: Evidence) -> Iterator[Evidence]:
+    """Neighbouring windows that are all gross, joined."""
+    start: int | None = None
+    for at in range(0, len(evidence.trained) + WINDOW, WINDOW):
+        window = evidence.part(at, at + WINDOW)
+        is_gross = window.usable.sum() >= GROSS_MIN_TOKENS and _trimmed_mean(window) >= GROSS_MEAN
+        if is_gross and start is None:
+            start = at
+        if not is_gross and start is not None:
+            yield evidence.part(start, min(at, len(evidence.trained)))
+            start = None
 
 
 def _trimmed_mean(evidence: Evidence) -> float:
@@ -185,15 +222,18 @@ def _are_strangers(evidence: Evidence) -> bool:
     uncertain = min((trainer < UNCERTAIN_BELOW).sum(), (inference < UNCERTAIN_BELOW).sum())
     if len(trainer) < STRANGER_MIN_TOKENS or uncertain < STRANGER_MIN_UNCERTAIN:
         return False
-    paired = np.minimum(np.abs(trainer - inference), RESIDUAL_CLIP).mean()
-    at_random = _means_at_random(trainer, inference)
+    paired = _spread(trainer - inference)
+    at_random = np.array([_spread(trainer - np.roll(inference, step)) for step in _steps(len(trainer))])
     fit_as_well = float((at_random <= paired).mean())
     return bool(paired >= STRANGER_SHARE * at_random.mean() and fit_as_well >= STRANGER_RANK)
 
 
-def _means_at_random(trainer: NDArray[np.float64], inference: NDArray[np.float64]) -> NDArray[np.float64]:
-    """[R] mean clipped |difference| under rolls by up to 64 spread-out steps."""
-    steps = np.unique(np.linspace(1, len(trainer) - 1, 64).round().astype(int))
-    rolled = [np.abs(trainer - np.roll(inference, step)) for step in steps]
-    means: NDArray[np.float64] = np.minimum(rolled, RESIDUAL_CLIP).mean(axis=1)
-    return means
+def _steps(length: int) -> list[int]:
+    """Up to 64 rolls, spread out: each pairs every token with another one."""
+    steps: list[int] = np.unique(np.linspace(1, length - 1, 64).round().astype(int)).tolist()
+    return steps
+
+
+def _spread(differences: NDArray[np.float64]) -> float:
+    """Mean distance from the median: a policy that lowered all its tokens alike is no stranger to them."""
+    return float(np.abs(differences - np.median(differences)).mean())

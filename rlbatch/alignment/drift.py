@@ -107,7 +107,7 @@ def drift_findings(by_age: Mapping[int, Sums], limits: Limits) -> Iterator[Findi
             "kld-high",
             severity="error" if is_error else "warning",
             expected=f"capped inference KLD of at most {limit:g} nats",
-            found=f"{kld:.4g} over {int(sums.num_tokens)} tokens of {_age_text(age)}; "
+            found=f"{kld:.4g} over {int(sums.num_tokens)} tokens of {age_text(age)}; "
             f"uncapped {sums.mean(sums.sum_k3):.4g}, "
             f"mean |log_ratio| {sums.mean(sums.sum_abs_log_ratio):.4g}",
         )
@@ -154,7 +154,8 @@ def _sums(rows: NDArray[np.float64]) -> Sums:
     )
 
 
-def _age_text(age: int) -> str:
+def age_text(age: int) -> str:
+    """An age in words."""
     if age == UNKNOWN_AGE:
         return "unknown version"
     return "the trainer's own version" if age == 0 else f"version lag {age}"

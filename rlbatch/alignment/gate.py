@@ -6,6 +6,7 @@ between forward and backward, or deferred until just before `optimizer.step()`.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Integral
 from typing import overload
 
 import torch.distributed as dist
@@ -24,7 +25,8 @@ class _Step:
     """The batches of one step on their way to one verdict."""
 
     measured: Sequence[Measured]
-    judge: Judge
+    trainer_version: int | None
+    limits: Limits
     group: "dist.ProcessGroup | None"
     is_whole: bool
     """A step that trains nothing is an error; one batch of it may."""
@@ -37,12 +39,15 @@ class _Step:
             AlignmentError: a finding of error level, on this rank or another.
         """
         if self.verdict is None:
-            for measured in self.measured:
-                self.judge.add(measured)
-            judge = self.judge if self.group is None else _agreed(self.judge, self.group)
-            if judge.num_trained == 0:
-                judge.findings.append(_nothing_trained(is_error=self.is_whole))
-            self.verdict = judge.verdict()
+            judge = Judge(trainer_version=self.trainer_version, limits=self.limits)
+            try:
+                for measured in self.measured:
+                    judge.add(measured)
+            except Exception as error:
+                if self.group is None:
+                    raise
+                judge.findings.append(_failed(error))
+            self.verdict = _together(judge, self.group, is_whole=self.is_whole)
         if self.verdict.errors:
             raise AlignmentError.of(*self.verdict.errors)
         return self.verdict
@@ -133,13 +138,22 @@ def require_aligned(
         AlignmentError: a finding of error level, on every rank of the group alike. Warnings do not raise.
         RecordError: not as many logprobs as batches, or none; with a group that too is an AlignmentError.
     """
-    _check_version(trainer_version)
-    step = _Step(
-        measured=_measured_together(batch, trainer_logprobs, group, defer=defer),
-        judge=Judge(trainer_version=trainer_version, limits=limits),
-        group=group,
-        is_whole=not isinstance(batch, Batch),
-    )
+    is_whole = not isinstance(batch, Batch)
+    try:
+        version = _version(trainer_version)
+        measured = _measured(batch, trainer_logprobs)
+    except Exception as error:
+        if group is None:
+            raise
+        judge = Judge(trainer_version=None, limits=limits)
+        judge.findings += error.findings if isinstance(error, AlignmentError) else (_failed(error),)
+        raise AlignmentError.of(*_together(judge, group, is_whole=is_whole).errors) from error
+    if group is not None and defer:
+        # The verdict is put off, so this is where a rank that cannot measure tells the others.
+        errors = _agreed(Judge(trainer_version=None, limits=limits), group).verdict().errors
+        if errors:
+            raise AlignmentError.of(*errors)
+    step = _Step(measured=measured, trainer_version=version, limits=limits, group=group, is_whole=is_whole)
     if not defer:
         step.verify()
     alignments = [
@@ -155,10 +169,12 @@ def require_aligned(
     return alignments[0] if isinstance(batch, Batch) else alignments
 
 
-def _check_version(trainer_version: object) -> None:
-    is_version = isinstance(trainer_version, int) and not isinstance(trainer_version, bool)
-    if trainer_version is not None and not is_version:
+def _version(trainer_version: object) -> int | None:
+    if trainer_version is None:
+        return None
+    if isinstance(trainer_version, bool) or not isinstance(trainer_version, Integral):
         raise RecordError(f"trainer_version: expected an int or None, found {trainer_version!r}")
+    return int(trainer_version)
 
 
 def _measured(batch: object, trainer_logprobs: object) -> list[Measured]:
@@ -175,26 +191,13 @@ def _measured(batch: object, trainer_logprobs: object) -> list[Measured]:
     return [measure(item, values) for item, values in zip(batches, logprobs, strict=True)]
 
 
-def _measured_together(
-    batch: object, trainer_logprobs: object, group: "dist.ProcessGroup | None", *, defer: bool
-) -> list[Measured]:
-    """The same on every rank; where one cannot measure, all raise, so that none waits for it later.
-
-    A rank that can goes on to the verdict's own collective. Where that is put off, the ranks meet here.
-    """
-    try:
-        measured = _measured(batch, trainer_logprobs)
-    except Exception as error:
-        if group is None:
-            raise
-        findings = error.findings if isinstance(error, AlignmentError) else (_failed(error),)
-        judge = Judge(trainer_version=None, findings=list(findings))
-        raise AlignmentError.of(*_agreed(judge, group).verdict().errors) from error
-    if group is not None and defer:
-        errors = _agreed(Judge(trainer_version=None), group).verdict().errors
-        if errors:
-            raise AlignmentError.of(*errors)
-    return measured
+def _together(judge: Judge, group: "dist.ProcessGroup | None", *, is_whole: bool) -> Verdict:
+    """The verdict on what this rank has seen, or all ranks of the group."""
+    if group is not None:
+        judge = _agreed(judge, group)
+    if judge.num_trained == 0 and not any(found.severity == "error" for found in judge.findings):
+        judge.findings.append(_nothing_trained(is_error=is_whole))
+    return judge.verdict()
 
 
 def _agreed(mine: Judge, group: "dist.ProcessGroup") -> Judge:

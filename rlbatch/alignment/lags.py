@@ -6,14 +6,17 @@ import numpy as np
 
 from rlbatch.alignment.evidence import Evidence
 from rlbatch.alignment.limits import (
-    GROSS_MIN_TOKENS,
     LAG_ACCEPTED_SHARE,
     LAG_FLOOR,
     LAG_FROM_MIN_VOTES,
+    LAG_MIN_PAIRS,
     LAG_MIN_VOTES,
     LAG_VOTE,
 )
 from rlbatch_kernels import LAGS
+
+STRETCHES = (16, 32, 64, 128)
+"""Lengths in which a shift that heals again is looked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +27,9 @@ class Shift:
     rivals: tuple[int, ...]
     """Other lags but 0 that fit nearly as well: the row repeats itself, and which it is cannot be told."""
     start: int
-    """Entry of the evidence from which on it holds."""
+    """First entry of the evidence for which it holds."""
+    stop: int
+    """One past the last."""
 
 
 def whole_shift(evidence: Evidence, *, min_votes: int = LAG_MIN_VOTES) -> Shift | None:
@@ -32,17 +37,18 @@ def whole_shift(evidence: Evidence, *, min_votes: int = LAG_MIN_VOTES) -> Shift 
     residuals = evidence.residuals()
     if 0 not in residuals or len(residuals) < 2:
         return None
+    length = len(evidence.trained)
     lag = min(residuals, key=lambda key: (residuals[key], abs(key)))
     # Strictly: where all values are alike, every lag fits exactly.
     if lag == 0 or residuals[lag] >= LAG_ACCEPTED_SHARE * residuals[0]:
         return None
     if evidence.comparable and residuals[lag] > LAG_FLOOR:
         return None
-    if not _witnessed(evidence, lag, min_votes):
+    if len(evidence.at_lag(lag)[0]) < LAG_MIN_PAIRS or not _witnessed(evidence, lag, min_votes):
         return None
     near = residuals[lag] / LAG_ACCEPTED_SHARE
     rivals = tuple(key for key, value in residuals.items() if key not in (0, lag) and value <= near)
-    return Shift(lag=lag, rivals=rivals, start=0)
+    return Shift(lag=lag, rivals=rivals, start=0, stop=length)
 
 
 def shift_from(evidence: Evidence) -> Shift | None:
@@ -63,10 +69,34 @@ def shift_from(evidence: Evidence) -> Shift | None:
         if cost[place] < best_cost:
             best_cost, lag, start = float(cost[place]), candidate, place
     length = len(at_zero)
-    if length - start < GROSS_MIN_TOKENS or not _holds_before(evidence.part(0, start), lag):
+    if length - start < LAG_MIN_PAIRS or not _holds_before(evidence.part(0, start), lag):
         return None
     end = whole_shift(evidence.part(start, length), min_votes=LAG_FROM_MIN_VOTES)
-    return None if end is None or end.lag != lag else Shift(lag=lag, rivals=end.rivals, start=start)
+    if end is None or end.lag != lag:
+        return None
+    return Shift(lag=lag, rivals=end.rivals, start=start, stop=length)
+
+
+def shift_within(evidence: Evidence) -> Shift | None:
+    """The lag that explains one stretch, where lag 0 explains what comes before and after."""
+    before = np.concatenate([[0.0], np.cumsum(evidence.at_zero())])
+    best_gain, best = 0.0, None
+    for lag in (key for key in LAGS if key):
+        at, errors = evidence.at_lag(lag)
+        spread = np.zeros(len(evidence.trained))
+        spread[at] = errors
+        at_lag = np.concatenate([[0.0], np.cumsum(spread)])
+        for size in (size for size in STRETCHES if size < len(evidence.trained)):
+            zero, other = before[size:] - before[:-size], at_lag[size:] - at_lag[:-size]
+            gains = np.where(other < LAG_ACCEPTED_SHARE * zero, zero - other, 0.0)
+            start = int(gains.argmax())
+            if gains[start] > best_gain:
+                best_gain, best = float(gains[start]), (start, start + size, lag)
+    if best is None:
+        return None
+    start, stop, lag = best
+    found = whole_shift(evidence.part(start, stop), min_votes=LAG_FROM_MIN_VOTES)
+    return None if found is None else Shift(lag=found.lag, rivals=found.rivals, start=start, stop=stop)
 
 
 def _holds_before(evidence: Evidence, lag: int) -> bool:

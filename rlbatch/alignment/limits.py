@@ -42,20 +42,28 @@ SUSPECT_MEAN = 0.1
 
 GROSS_MEAN = 0.5
 """The same without its largest tenth, nats, that noise does not reach: 0.2 at a KLD of 0.028."""
-GROSS_MIN_TOKENS = 8
-"""Fewer tokens say nothing gross."""
+GROSS_MIN_TOKENS = 16
+"""Fewer tokens are at most doubtful: 9 honest ones at a KLD of 0.06 reach that mean once in 500 rows."""
 GROSS_TRIMMED_SHARE = 0.1
 """Share of the largest differences left out, at least one token: a single wild token is a ratio-tail."""
 
+DOUBT_MEAN, DOUBT_SPREAD = 0.35, 0.6
+"""A shorter segment of n tokens is doubtful above 0.35 + 0.6 / sqrt(n) nats, its largest left out from four.
+
+Twice what a KLD of 0.03 leaves, and room for chance. A doubt is a warning; nothing with one is called sound.
+"""
+DOUBT_DROPS_FROM = 4
+"""Tokens from which the largest is left out: alone it is a ratio-tail."""
+
 STRANGER_SHARE = 0.7
-"""Mean |difference| at lag 0 over that of tokens paired at random: about 1 for values of other tokens.
+"""Spread of the differences at lag 0 over that of random pairs: about 1 for values of other tokens.
 
 Old data that belongs to its tokens stays well below; above, no age excuses the difference.
 """
-STRANGER_RANK = 0.1
+STRANGER_RANK = 0.3
 """Share of random pairings that fit at least as well: uniform for strangers, 0 for what belongs together."""
-STRANGER_MIN_TOKENS = 16
-"""Fewer tokens cannot tell: one of 29,184 honest rows up to two policies old, of 10 tokens, looked so."""
+STRANGER_MIN_TOKENS = 32
+"""Fewer cannot tell: of honest old rows of 16 tokens at a KLD of 0.2 one in forty looked like strangers."""
 STRANGER_MIN_UNCERTAIN = 4
 """Tokens on each side that are no near-certainties; with fewer, any two rows look like strangers."""
 UNCERTAIN_BELOW = -0.7
@@ -71,6 +79,8 @@ LAG_FLOOR = 0.25
 """Most that an accepted lag may leave of comparable values, nats: twice what a KLD of 0.028 leaves."""
 LAG_VOTE = 0.25
 """Nats by which one token must prefer one lag over another to count as a witness."""
+LAG_MIN_PAIRS = 6
+"""Pairs that a lag needs: a handful of honest tokens may fit one by chance."""
 LAG_MIN_VOTES = 2
 """Witnesses needed on either side of the pairs: one odd token at an edge is no shift."""
 LAG_FROM_MIN_VOTES = 4
@@ -78,5 +88,7 @@ LAG_FROM_MIN_VOTES = 4
 
 ZERO_TRAINER_BELOW = -1e-3
 """Trainer logprob, nats, under which an exact 0 cannot be rounding of a probability near 1."""
-ZERO_OLD_TRAINER_BELOW = -0.5
+ZERO_MIN_EVIDENCE = 0.05
+"""Nats that the trainer gives such tokens together, below which they neither harm nor prove anything."""
+ZERO_OLD_MIN_EVIDENCE = 2.0
 """The same for data of other weights, which may have been certain where the trainer no longer is."""

@@ -4,7 +4,7 @@ An engine's reply does not say it. The rules of what may be compared with what a
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Literal, TypeAlias
 
@@ -19,7 +19,10 @@ LOGPROBS_MODES: tuple[LogprobsMode, ...] = ("processed", "raw", "unknown")
 
 
 _RANGES: Mapping[str, tuple[Callable[[float], bool], str]] = {
-    "temperature": (lambda value: 0 <= value < math.inf, "finite and >= 0"),
+    "temperature": (
+        lambda value: value == 0 or 1e-30 <= value <= 1e30,
+        "0, or a number that float32 divides by",
+    ),
     "top_p": (lambda value: 0 < value <= 1, "above 0 and <= 1"),
     "top_k": (lambda value: value >= 0, ">= 0 (0 is off)"),
     "min_p": (lambda value: 0 <= value <= 1, "from 0 to 1"),
@@ -122,6 +125,9 @@ class Provenance:
                 raise RecordError(f"Provenance.vocab_size: expected >= 1, found {self.vocab_size}")
         object.__setattr__(self, "eos_token_ids", tuple(int(token_id) for token_id in self.eos_token_ids))
         if self.routing_shape is not None:
+            if not isinstance(self.routing_shape, Sequence):
+                kind = kind_of(self.routing_shape)
+                raise RecordError(f"Provenance.routing_shape: expected two integers, found {kind}")
             object.__setattr__(self, "routing_shape", tuple(self.routing_shape))
             for size in self.routing_shape:
                 check_scalar("Provenance.routing_shape", size, int)

@@ -44,9 +44,19 @@ def freeze_experts(record: object, name: str, num_rows: int) -> None:
     _keep(record, name, value)
 
 
+def _is_writeable(value: NDArray[Any]) -> bool:
+    """Whether the array, or one that it is a view of, can be written."""
+    base: object = value
+    while isinstance(base, np.ndarray):
+        if base.flags.writeable:
+            return True
+        base = base.base
+    return False
+
+
 def _keep(record: object, name: str, value: NDArray[Any]) -> None:
     # What the caller can still write is copied: it was checked now, and must stay as it was.
-    kept = value.copy() if value.flags.writeable else value.view()
+    kept = value.copy() if _is_writeable(value) else value.view()
     kept.flags.writeable = False
     object.__setattr__(record, name, kept)
 
@@ -103,7 +113,7 @@ def check_scalar(label: str, value: object, kind: object) -> None:
 def check_choice(label: str, value: object, choices: Iterable[str]) -> None:
     """Refuse a word that is not one of the choices."""
     known = tuple(choices)
-    if value not in known:
+    if not isinstance(value, str) or value not in known:
         raise RecordError(f"{label}: expected one of {', '.join(known)}, found {value!r}")
 
 

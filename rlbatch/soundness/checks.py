@@ -60,10 +60,11 @@ def token_out_of_range(subject: Subject) -> Iterator[Finding]:
 
 
 def impossible_values(subject: Subject) -> Iterator[Finding]:
-    """NaN, infinities and positive values where an engine's provenance promises a logprob."""
+    """NaN, infinities, markers and positive values at trained tokens that have a provenance."""
     for segment, values in _reported(subject):
+        trained = subject.sample.loss_mask[segment.start : segment.stop]
         for fault in VALUE_FAULTS:
-            bad = np.flatnonzero(fault.test(values))
+            bad = np.flatnonzero(trained & fault.test(values))
             if len(bad):
                 yield finding(
                     fault.code,
