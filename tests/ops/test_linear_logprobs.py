@@ -417,5 +417,6 @@ print(status("VmHWM:") - before)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_peak_memory_is_tiles_where_all_logits_would_be_780_mib(dtype: str) -> None:
     done = subprocess.run([sys.executable, "-c", PEAK, dtype], capture_output=True, text=True, check=True)
-    # A few tiles of 16 MiB; the gradients and float32 sums are 7 to 8 MiB.
-    assert float(done.stdout) < 70
+    # A few tiles of 16 MiB, gradients and sums of 8: 22 to 38 MiB were seen. The rest is room for a system
+    # that takes pages back while this runs.
+    assert float(done.stdout) < 200

@@ -325,4 +325,5 @@ print(status("VmHWM:") - before)
 def test_forward_and_backward_need_little_beyond_the_gradient() -> None:
     done = subprocess.run([sys.executable, "-c", PEAK], capture_output=True, text=True, check=True)
     # bfloat16 logits and their gradient are 98 MiB each; the float32 of all of them would be 195 more.
-    assert float(done.stdout) < 98 + 80
+    # 37 MiB beyond the gradient were seen; the rest is room for a system that takes pages back meanwhile.
+    assert float(done.stdout) < 98 + 150
