@@ -1,11 +1,17 @@
 """Fixtures that every test module may use."""
 
+import os
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 ROOT = Path(__file__).parent.parent
+
+# A busy machine is no failure, and a run of record is one that can be repeated.
+settings.register_profile("quiet", deadline=None, derandomize="CI" in os.environ)
+settings.load_profile("quiet")
 
 # Everything here is tiny: a second thread only waits for the first.
 torch.set_num_threads(1)
