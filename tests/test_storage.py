@@ -25,7 +25,7 @@ words = st.none() | st.text(max_size=8)
 
 sampling = st.builds(
     SamplingParams,
-    temperature=st.floats(0, 1e6) | st.integers(0, 3),
+    temperature=st.floats(1e-30, 1e6) | st.integers(0, 3),
     top_p=st.floats(0, 1, exclude_min=True),
     top_k=st.integers(0, 1 << 40),
     min_p=st.floats(0, 1) | st.integers(0, 1),
