@@ -1,0 +1,33 @@
+"""Entries: what only the aggregate shows."""
+
+from rlbatch.catalogue.entry import Entry
+
+ENTRIES = (
+    Entry(
+        code="kld-high",
+        level="drift",
+        severity="error",
+        symptom="The inference KLD is high, though no fault was found.",
+        check="Capped k3 over at least min_tokens trained tokens of one version against Limits.",
+        likely="the engine runs other weights or another precision than it should",
+        fix="check the weight sync, the engine's dtype and quantisation, and its attention backend",
+    ),
+    Entry(
+        code="too-few-to-judge",
+        level="drift",
+        severity="warning",
+        symptom="An audit cannot tell noise from a fault: few tokens, which do not agree closely.",
+        check="Fewer than min_tokens compared tokens of one version, and segments that are not clean.",
+        likely="a small file; or logprobs_mode or temperature stated wrongly, which looks just like this",
+        fix="give more rollouts of the same weights, and check --logprobs-mode and --temperature",
+    ),
+    Entry(
+        code="ratio-tail",
+        level="drift",
+        severity="warning",
+        symptom="One token's log_ratio is beyond anything that noise explains.",
+        check="|log_ratio| above Limits.ratio_tail nats at a trained token.",
+        likely="a token that the trainer holds to be impossible: a masked logit, or a wrong id",
+        fix="look at the token named; clip or mask the ratio in the loss",
+    ),
+)
