@@ -1,10 +1,28 @@
 """Fused routines over logits and logprobs, on any device. Imports nothing of rlbatch."""
 
-from rlbatch_kernels.errors import DtypeError, ScaleError, ShapeError, TokenRangeError
-from rlbatch_kernels.ops import PolicyRatio, alignment_stats, linear_logprobs, policy_ratio, token_logprobs
+from rlbatch_kernels.alignment import (
+    AlignmentStats,
+    PolicyRatio,
+    alignment_stats,
+    alignment_stats_and_ratio,
+    policy_ratio,
+)
+from rlbatch_kernels.backends import last_backend
+from rlbatch_kernels.errors import (
+    BackendError,
+    BackendWarning,
+    DtypeError,
+    ScaleError,
+    ShapeError,
+    TokenRangeError,
+)
+from rlbatch_kernels.ops import TokenStatistics, linear_logprobs, token_logprobs, token_statistics
 from rlbatch_kernels.stats import LAGS, RESIDUAL_CLIP, STAT_COLUMNS, column
 
 __all__ = [
+    "AlignmentStats",
+    "BackendError",
+    "BackendWarning",
     "DtypeError",
     "LAGS",
     "PolicyRatio",
@@ -13,9 +31,13 @@ __all__ = [
     "ScaleError",
     "ShapeError",
     "TokenRangeError",
+    "TokenStatistics",
     "alignment_stats",
+    "alignment_stats_and_ratio",
     "column",
+    "last_backend",
     "linear_logprobs",
     "policy_ratio",
     "token_logprobs",
+    "token_statistics",
 ]

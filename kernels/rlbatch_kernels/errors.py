@@ -4,6 +4,8 @@
     DtypeError(TypeError)        a dtype, device or kind of tensor that the op does not take
     ScaleError(ValueError)       a temperature, logit_scale or soft_cap that is not finite and above 0
     TokenRangeError(IndexError)  a trained target outside the vocabulary
+    BackendError(RuntimeError)   a backend that was asked for by name and cannot serve the call
+    BackendWarning(UserWarning)  a slower backend serves, since the one for this device is missing; said once
 
 Every message names the argument, what was found and what was expected.
 """
@@ -23,3 +25,11 @@ class ScaleError(ValueError):
 
 class TokenRangeError(IndexError):
     """A trained position's target is not in the vocabulary."""
+
+
+class BackendError(RuntimeError):
+    """The backend that was asked for by name cannot serve this call."""
+
+
+class BackendWarning(UserWarning):
+    """A slower backend serves, because the one made for this device is missing."""

@@ -15,6 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlbatch_kernels import TokenRangeError, linear, linear_logprobs, token_logprobs
 
+pytestmark = pytest.mark.usefixtures("backend")
+
 
 def logits_of(
     hidden: Tensor,
@@ -321,11 +323,11 @@ class Products(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        # addmm has the two factors after what they are added to.
-        first = {"aten::mm": 0, "aten::addmm": 1, "aten::addmm_": 1}.get(func._schema.name)
-        if first is not None:
-            left, right = args[first], args[first + 1]
-            self.shapes.append((left.shape[0], left.shape[1], right.shape[1]))
+        # oneDNN's linear layer takes its right factor transposed.
+        columns = {"aten::mm": 1, "mkldnn::_linear_pointwise": 0}.get(func._schema.name)
+        if columns is not None:
+            left, right = args[:2]
+            self.shapes.append((left.shape[0], left.shape[1], right.shape[columns]))
         if isinstance(result, Tensor):
             self.largest = max(self.largest, result.numel())
         return result
@@ -339,9 +341,10 @@ def test_masked_positions_cost_no_rows_of_any_product() -> None:
     mask = torch.arange(32) % 4 == 0
     with Products() as seen:
         linear_logprobs(hidden, weight, ids, temperature=1.0, mask=mask).sum().backward()
-    # 8 of 32 trained. Logits forward and again backward, gradient of hidden, gradient of weight: four
-    # times 8 * 8 * 48 multiplications, where all 32 positions would be four times 32 * 8 * 48.
-    assert sum(m * k * n for m, k, n in seen.shapes) == 4 * 8 * 8 * 48
+    # 8 of 32 trained, in two whole tiles of 5. Logits forward and again backward, gradient of hidden,
+    # gradient of weight: four times 10 * 8 * 48 multiplications, where all 32 positions would be four times
+    # 35 * 8 * 48.
+    assert sum(m * k * n for m, k, n in seen.shapes) == 4 * 10 * 8 * 48
     assert {max(shape) for shape in seen.shapes} == {16}
 
 
