@@ -6,7 +6,12 @@ All tokens trained and every row a segment. Bytes are the 9 of a token (two floa
 of a float32.
 """
 
+import ast
+import inspect
 import math
+import textwrap
+import types
+from collections import defaultdict
 
 import harness
 import torch
@@ -104,23 +109,50 @@ def verl(trainer: Tensor, inference: Tensor, mask: Tensor) -> harness.Case:
 
 
 def prime_rl(trainer: Tensor, inference: Tensor, mask: Tensor) -> harness.Case:
+    from prime_rl.configs.trainer import DefaultLossConfig
     from prime_rl.trainer.rl import loss
-    from prime_rl_configs.trainer import DefaultLossConfig
 
     inputs = loss.LossInputs(
         trainer_logprobs=trainer.flatten(),
         inference_logprobs=inference.flatten(),
+        ref_logprobs=None,
         advantages=torch.ones(trainer.numel()),
         loss_mask=mask.flatten(),
-        teacher_logprobs=None,
     )
     return lambda: loss.default_loss_fn(inputs, DefaultLossConfig())
 
 
 def trl(trainer: Tensor, inference: Tensor, mask: Tensor) -> harness.Case:
-    from trl_metrics import sampling_metrics
+    """The two stretches of its trainer's method that compute ratio and metrics, as they stand there."""
+    from trl.trainer import grpo_trainer
 
-    return sampling_metrics(trainer, inference, mask)
+    method = grpo_trainer.GRPOTrainer._generate_and_score_completions
+    tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(method))))
+    test = "self.use_vllm and self.vllm_importance_sampling_correction"
+    found = [node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) == test]
+    ours = [node for node in found if {"mean_delta", "per_token_logps_diff"} & names_in(node)]
+    ours.sort(key=lambda node: node.lineno)
+    code = compile(ast.Module(body=ours, type_ignores=[]), grpo_trainer.__file__, "exec")
+    fake = types.SimpleNamespace(
+        use_vllm=True,
+        vllm_importance_sampling_correction=True,
+        vllm_importance_sampling_mode="token_truncate",
+        vllm_importance_sampling_clip_max=3.0,
+        vllm_importance_sampling_clip_min=None,
+        accelerator=types.SimpleNamespace(gather=lambda value: value),
+        _metrics=defaultdict(lambda: defaultdict(list)),
+    )
+    scope = {
+        **vars(grpo_trainer),
+        **{"self": fake, "mode": "train", "device": trainer.device, "tool_mask": None},
+        **{"completion_mask": mask.long(), "old_per_token_logps": trainer},
+        "sampling_per_token_logps": inference,
+    }
+    return lambda: exec(code, scope)
+
+
+def names_in(node: ast.AST) -> set[str]:
+    return {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)}
 
 
 def main() -> None:

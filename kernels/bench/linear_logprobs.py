@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rlbatch_kernels import last_backend, linear_logprobs
 
-SHAPE, QUICK_SHAPE = (4096, 1024, 32_000), (2048, 1024, 16_000)
+SHAPE, QUICK_SHAPE = (4096, 1024, 32_000), (4096, 1024, 8_192)
 MEMORY_SHAPE = (2048, 256, 50_000)
 BLOCK = 4096
 TEMPERATURE = 0.7
@@ -67,29 +67,31 @@ def verl(problem: Problem) -> harness.Case:
 
 
 def liger(problem: Problem) -> harness.Case:
-    from liger_kernel.chunked_loss.fused_linear_ppo import LigerFusedLinearPPOBase
+    from liger_kernel.chunked_loss import fused_linear_ppo
 
-    return lambda: LigerFusedLinearPPOBase.chunk_forward(
-        problem.hidden.unsqueeze(0),
-        problem.weight,
-        problem.ids.unsqueeze(0),
-        temperature=TEMPERATURE,
-    )[0]
+    # What its GRPO loss calls for its logprobs.
+    function = fused_linear_ppo._ChunkedSelectiveLogProbFunction
+    columns = fused_linear_ppo._SELECTIVE_LOGPROB_VOCAB_CHUNK_SIZE
+    return lambda: function.apply(problem.hidden, problem.weight, problem.ids, None, TEMPERATURE, columns)
 
 
 def trl(problem: Problem) -> harness.Case:
-    from trl.trainer import utils
+    from trl.kernels import ChunkedLogProbFunction
+    from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE as COLUMNS
 
-    return lambda: utils.chunked_logprobs(problem)
+    arguments = (problem.hidden, problem.weight, None, problem.ids, TEMPERATURE, COLUMNS, None, 1.0, ())
+    return lambda: ChunkedLogProbFunction.apply(*arguments)[0]
 
 
 def prime_rl(problem: Problem) -> harness.Case:
     from prime_rl.trainer.models.layers.lm_head import FusedOutputLinear
 
-    head = FusedOutputLinear(problem.hidden.shape[1], len(problem.weight), chunk_size=1024)
-    head.weight = torch.nn.Parameter(problem.weight)
-    temperature = torch.full(problem.ids.shape, TEMPERATURE).unsqueeze(0)
-    return lambda: head(problem.hidden.unsqueeze(0), problem.ids.unsqueeze(0), temperature)
+    # Its default chunk. The weight is a plain tensor here, whose gradient is asked for like ours.
+    head = FusedOutputLinear(problem.hidden.shape[1], 1, chunk_size=8192)
+    del head.weight
+    head.weight = problem.weight
+    temperature, ids = torch.full(problem.ids.shape, TEMPERATURE).unsqueeze(0), problem.ids.unsqueeze(0)
+    return lambda: head(problem.hidden.unsqueeze(0), ids, temperature)["logprobs"]
 
 
 def transient_mib() -> float | None:
