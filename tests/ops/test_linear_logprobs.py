@@ -366,11 +366,10 @@ def test_no_result_of_any_operation_is_larger_than_a_tile() -> None:
     hidden, weight, _, ids = problem(1500, 9000, 4)
     hidden.requires_grad_()
     weight.requires_grad_()
-    tallest = linear.TALL_TILES * linear.TOKEN_TILE * linear.VOCAB_TILE
     with Products() as seen:
         mask = torch.ones(1500, dtype=torch.bool)
         linear_logprobs(hidden, weight, ids, temperature=1.0, mask=mask).sum().backward()
-    assert seen.largest <= tallest < 1500 * 9000
+    assert seen.largest == linear.TOKEN_TILE * linear.VOCAB_TILE < 1500 * 9000
 
 
 def test_autocast_does_not_reach_in() -> None:
