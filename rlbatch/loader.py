@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rlbatch.batch import Batch, Layout
 from rlbatch.catalogue import finding
-from rlbatch.collate import PaddingSide, collate
+from rlbatch.collate import DEFAULT_PADDING, Padding, collate
 from rlbatch.errors import Finding, SoundnessError, Where
 from rlbatch.packing import plan_batches, too_long
 from rlbatch.records import LogprobsMode, Origin, Purpose, Sample
@@ -25,8 +25,7 @@ class RolloutLoader:
         max_tokens: budget of one batch, padding included.
         purpose: `train`, or `audit` for raw, greedy and incomparable turns too.
         vocab_size: rows of the model's head; ids beyond it are an error.
-        pad_token_id: `input_ids` in padding (padded only).
-        padding_side: where padding goes (padded only).
+        padding: with what, on which side, and to multiples of what.
 
     Raises:
         StorageError: the files cannot be used; at once, or where an array turns out altered.
@@ -44,15 +43,13 @@ class RolloutLoader:
         max_tokens: int,
         purpose: Purpose = "train",
         vocab_size: int | None = None,
-        pad_token_id: int = 0,
-        padding_side: PaddingSide = "right",
+        padding: Padding = DEFAULT_PADDING,
     ) -> None:
         self._reader = open_reader(path)
         self._layout: Layout = layout
         self._purpose: Purpose = purpose
         self._vocab_size = vocab_size
-        self._pad_token_id = pad_token_id
-        self._padding_side: PaddingSide = padding_side
+        self._padding = padding
         require_fit(self._reader, max_tokens)
         self._plan = plan_batches(
             self._reader.lengths.tolist(), layout=layout, max_tokens=max_tokens, kinds=_modes(self._reader)
@@ -74,8 +71,7 @@ class RolloutLoader:
             layout=self._layout,
             purpose=self._purpose,
             origins=origins,
-            pad_token_id=self._pad_token_id,
-            padding_side=self._padding_side,
+            padding=self._padding,
         )
 
 

@@ -11,7 +11,7 @@ import torch
 from builders import sample
 from transformers import PreTrainedModel
 
-from rlbatch.collate import collate
+from rlbatch.collate import Padding, collate
 from rlbatch.scoring import load_model
 
 MOE = Path(__file__).parent / "data" / "moe-vllm-0.32.0"
@@ -58,7 +58,7 @@ def routing_of(model: PreTrainedModel, batch) -> torch.Tensor:
 
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_rows_lie_at_the_positions_whose_pass_they_record(model, samples, side):
-    batch = collate(samples, layout="padded", padding_side=side)
+    batch = collate(samples, layout="padded", padding=Padding(side=side))
     recorded = batch.routed_experts
     held = recorded[..., 0, 0] >= 0
     assert int(held.sum()) == sum(len(each) - 1 for each in samples)
