@@ -17,8 +17,8 @@ from rlbatch.assemble import to_samples
 from rlbatch.batch import NO_TARGET
 from rlbatch.collate import collate
 from rlbatch.errors import ReplyError
-from rlbatch.records import SamplingParams, VersionSpan
-from rlbatch.soundness import check_sound
+from rlbatch.records import LayoutArrays, SamplingParams, VersionSpan
+from rlbatch.soundness import check_sound, check_sound_layout
 
 PROMPT = [1, 5]
 
@@ -203,6 +203,113 @@ def test_mask_3_a_live_header_was_never_sampled():
     mask[2:5] = True
     (found,) = check_sound([replace(made, loss_mask=mask)], purpose="train")
     assert (found.code, found.where.start, found.where.stop) == ("mask-without-logprob", 2, 5)
+
+
+def pack(documents, **changes):
+    """Documents end to end, as loss_mask values, in target coordinates unless said else."""
+    bounds = np.cumsum([0, *map(len, documents)])
+    fields = {
+        "input_ids": np.arange(bounds[-1])[None] + 10,
+        "loss_mask": np.concatenate(documents).astype(bool)[None],
+        "align": "target",
+        "cu_seqlens": bounds.astype(np.int32),
+    }
+    return LayoutArrays(**fields | changes)
+
+
+def layout_told(arrays, **sizes):
+    return [(found.code, found.where.sample) for found in check_sound_layout(arrays, **sizes)]
+
+
+@pytest.mark.parametrize("lengths", [(4, 3), (2, 9, 5), (6, 6, 6, 6)])
+def test_pack_3_a_global_roll_leaks_the_next_documents_first_value(lengths):
+    # The reported masks, [0,1,1,1] and [1,0,1], in token coordinates; then others of the kind.
+    documents = [[0, 1, 1, 1], [1, 0, 1]] if lengths == (4, 3) else [[1] * length for length in lengths]
+    rolled = np.roll(np.concatenate(documents), -1)
+    cut = np.split(rolled, np.cumsum(lengths)[:-1])
+    leaks = [at for at, part in enumerate(cut) if part[-1]]
+    assert 0 in leaks
+    assert layout_told(pack(cut)) == [("boundary-target", at) for at in leaks]
+    shifted = [[*document[1:], 0] for document in documents]
+    assert layout_told(pack(shifted)) == []
+
+
+def test_pack_3_a_first_token_cannot_be_trained():
+    (found,) = check_sound_layout(pack([[0, 1, 1, 1], [1, 0, 1]], align="input"))
+    assert (found.code, found.where.sample, found.where.start) == ("boundary-trained", 1, 0)
+
+
+@pytest.mark.parametrize(("lengths", "missing"), [((5, 4, 3), 3), ((2, 2), 2), ((7, 1, 4, 9, 3), 5)])
+def test_shift_3_as_many_logprobs_missing_as_sequences_in_the_pack(lengths, missing):
+    documents = [[*[1] * (length - 1), 0] for length in lengths]
+    values = np.full(sum(lengths), -1.0, np.float32)
+    (found,) = check_sound_layout(pack(documents, inference_logprobs=values[missing:]))
+    assert found.code == "length-mismatch"
+    assert f"a difference of -{missing}; as many are missing as there are sequences" in found.found
+    assert layout_told(pack(documents, inference_logprobs=values)) == []
+    (other,) = check_sound_layout(pack(documents, inference_logprobs=values[missing + 1 :]))
+    assert other.code == "length-mismatch"
+    assert "sequences" not in other.found
+
+
+def left_padded(paddings, width, **changes):
+    mask = np.arange(width) >= np.array(paddings)[:, None]
+    fields = {
+        "input_ids": np.where(mask, 7, 0),
+        "loss_mask": mask & (np.arange(width) < width - 1),
+        "align": "target",
+        "attention_mask": mask,
+    }
+    return LayoutArrays(**fields | changes)
+
+
+@pytest.mark.parametrize("paddings", [[3], [0, 2, 5], [1, 1]])
+def test_pos_2_positions_that_count_padding(paddings):
+    width = 9
+    counted = np.broadcast_to(np.arange(width), (len(paddings), width))
+    arrays = left_padded(paddings, width, position_ids=counted)
+    assert layout_told(arrays) == [
+        ("positions-count-padding", row) for row, pad in enumerate(paddings) if pad
+    ]
+    right = np.maximum(np.cumsum(arrays.attention_mask, axis=1) - 1, 0)
+    assert layout_told(left_padded(paddings, width, position_ids=right)) == []
+
+
+def test_clean_a_left_padded_batch_with_its_attention_mask_and_no_positions():
+    assert layout_told(left_padded([3, 0, 6], 9)) == []
+
+
+@pytest.mark.parametrize(("filler", "sizes"), [(2, (2, 2)), (6, (1, 4)), (12, (4, 2))])
+def test_cp_2_a_filler_shorter_than_the_split(filler, sizes):
+    told = {"tensor_parallel": sizes[0], "context_parallel": sizes[1]}
+    multiple = sizes[0] * sizes[1] * 2
+    arrays = pack([[0] * multiple, [0] * filler, [0] * 2 * multiple])
+    (found,) = check_sound_layout(arrays, **told)
+    assert (found.code, found.where.sample, found.found) == ("padding-too-short", 1, f"{filler} positions")
+    assert f"a multiple of {multiple} positions" in found.expected
+    assert layout_told(pack([[0] * multiple] * 3), **told) == []
+
+
+@pytest.mark.parametrize(("parts", "gap"), [((4, 5), 3), ((1, 2), 6), ((3, 3), 1)])
+def test_mask_4_a_length_field_that_counts_the_span(parts, gap):
+    row = [0, 0, *[1] * parts[0], *[0] * gap, *[1] * parts[1], 0]
+    span, live = sum(parts) + gap, sum(parts)
+    (found,) = check_sound_layout(pack([[1, 0], row], sequence_num_loss_tokens=np.array([1, span])))
+    assert (found.code, found.where.sample) == ("length-field-mismatch", 1)
+    assert (found.expected, found.found) == (
+        f"{live}, the trained tokens",
+        f"{span}, the span from the first to the last of them",
+    )
+    assert layout_told(pack([[1, 0], row], sequence_num_loss_tokens=np.array([1, live]))) == []
+
+
+@pytest.mark.parametrize("row", [[1, 1, 0, 1, 1, 0], [0, 0, 0, 1, 0]])
+def test_norm_2_masked_tokens_stay_in_the_denominator(row):
+    (found,) = check_sound_layout(pack([row], normalizer=len(row)))
+    assert found.code == "normalizer-mismatch"
+    assert found.expected == f"{sum(row)}, the trained tokens"
+    assert found.found.startswith(f"{len(row)}, the number of all ")
+    assert layout_told(pack([row], normalizer=sum(row))) == []
 
 
 @LAYOUTS
