@@ -50,6 +50,8 @@ class Fault:
     corrupt: Corruption | GroupCorruption
     together: bool = False
     """`corrupt` takes all chosen samples at once: it needs more than one."""
+    rescored: bool = False
+    """Ids or temperature are changed too: only trainer logprobs of the spoilt samples show the fault."""
 
     def plant(
         self, samples: Sequence[Sample], rng: np.random.Generator, *, share: float = 1.0

@@ -126,11 +126,13 @@ SUBTLE = (
         code="temperature-mismatch",
         story="The trainer divides by the temperature of the configuration, the engine by another.",
         corrupt=_temperature_mismatch,
+        rescored=True,
     ),
     Fault(
         code="prefix-differs",
         story="The engine put a BOS in front of the prompt, the trainer's tokenizer did not.",
         corrupt=_prefix_differs,
+        rescored=True,
     ),
     Fault(
         code="prefix-cache-rubbish",

@@ -80,6 +80,7 @@ VALUES = (
         code="wrong-ids",
         story="Ids were encoded again from text, and a few came out otherwise.",
         corrupt=_wrong_ids,
+        rescored=True,
     ),
     Fault(
         code="unexplained",
