@@ -97,7 +97,7 @@ def drifted(sample: Sample, where: slice, scale: float, rng: np.random.Generator
 
 def _confident_disagreement(sample: Sample, rng: np.random.Generator) -> Sample:
     # The engine says one half or more of tokens that the trainer holds to be unlikely.
-    unlikely = np.flatnonzero(sample.loss_mask & (sample.inference_logprobs < -3.5))
+    unlikely = np.flatnonzero(sample.loss_mask & (sample.inference_logprobs < -2.8))
     if len(unlikely) < 2:
         return sample
     some = rng.choice(unlikely, max(2, len(unlikely) // 8), replace=False)
