@@ -3,21 +3,19 @@
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import nn
 
 from rlbatch.collate import collate
 from rlbatch.drill.noise import Noise, draw, scale_for
 from rlbatch.faults import Scored
 from rlbatch.records import Sample
-from rlbatch.scoring import model_inputs, model_vocab_size
+from rlbatch.scoring import model_inputs
 from rlbatch_kernels import token_logprobs
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 MAX_LOGIT_BYTES = 1 << 30
 """Logits that are kept, a gigabyte of them; what was dropped is computed again when it is needed."""
@@ -31,15 +29,24 @@ class Scores:
         vocab_size: ids that the model can read and predict.
     """
 
-    def __init__(self, model: "PreTrainedModel", *, noise: Noise, calibrate_on: Sequence[Sample]) -> None:
-        """`calibrate_on`: samples on which the scale of the noise is found, at least one where it has a KLD.
+    def __init__(
+        self, model: nn.Module, *, vocab_size: int, noise: Noise, calibrate_on: Sequence[Sample]
+    ) -> None:
+        """Find the scale of the noise, where there is any.
+
+        Args:
+            model: of `rlbatch.scoring.load_model`.
+            vocab_size: its `model_vocab_size`.
+            noise: what is added to its logits.
+            calibrate_on: samples on which the noise has its KLD, at least one where it has any.
 
         Raises:
             RecordError: the noise cannot be had on these samples.
             ScoringError: the model cannot score.
         """
-        self.vocab_size = model_vocab_size(model)
+        self.vocab_size = vocab_size
         self._model = model
+        self._device = next(model.parameters()).device
         self._tails = noise.tails
         self._scale = 0.0
         self._kept: OrderedDict[bytes, Scored] = OrderedDict()
@@ -81,7 +88,7 @@ class Scores:
 
     def _logits(self, sample: Sample) -> NDArray[np.float32]:
         """[T, V], as the model gives them."""
-        batch = collate([sample], layout="padded", purpose="audit").to(self._model.device)
+        batch = collate([sample], layout="padded", purpose="audit").to(self._device)
         with torch.no_grad():
             answer: Any = self._model(**model_inputs(batch))
         logits: NDArray[np.float32] = answer.logits[0].float().cpu().numpy()
