@@ -3,6 +3,7 @@
 Proof on one's own model, dtype and rollouts that the gate names what is wrong and is silent where nothing is.
 """
 
+from rlbatch.drill.judging import Trainer, findings_of
 from rlbatch.drill.noise import TAILS, Noise, Tails
 from rlbatch.drill.pool import Pool, load_pool
 from rlbatch.drill.run import DrillOptions, run_drill
@@ -18,6 +19,8 @@ __all__ = [
     "TAILS",
     "Tails",
     "Tally",
+    "Trainer",
+    "findings_of",
     "load_pool",
     "run_drill",
 ]

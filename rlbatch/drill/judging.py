@@ -1,6 +1,7 @@
 """One step of a trainer on samples at hand: all checks without it, then those with its logprobs."""
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -9,7 +10,6 @@ from torch import Tensor
 from rlbatch.alignment import Judge, measure
 from rlbatch.batch import Batch, Layout
 from rlbatch.collate import collate
-from rlbatch.drill.scores import Scores
 from rlbatch.errors import Finding
 from rlbatch.faults import Scored
 from rlbatch.packing import plan_batches
@@ -19,23 +19,33 @@ from rlbatch.soundness import check_sound
 MAX_BATCH_TOKENS = 16384
 
 
-def findings_of(rows: Sequence[Sample | Scored], scores: Scores, *, layout: Layout) -> tuple[Finding, ...]:
+class Trainer(Protocol):
+    """Whoever knows the trainer's logprobs of a sample."""
+
+    vocab_size: int | None
+    """Ids that its model knows; None where there is no model at hand."""
+
+    def __call__(self, sample: Sample, /) -> Scored:
+        """The sample with its trainer logprobs; the same for the same sample every time."""
+
+
+def findings_of(rows: Sequence[Sample | Scored], trainer: Trainer, *, layout: Layout) -> tuple[Finding, ...]:
     """Everything that training on these rows would be told; `where.sample` is the place in `rows`.
 
     Args:
         rows: samples, which are scored here, or scored ones.
-        scores: the trainer's model.
+        trainer: whom to ask.
         layout: of the batches.
     """
     samples = [row.sample if isinstance(row, Scored) else row for row in rows]
     origins = [Origin(path=None, index=index) for index in range(len(rows))]
-    sound = check_sound(samples, purpose="train", vocab_size=scores.vocab_size, origins=origins)
+    sound = check_sound(samples, purpose="train", vocab_size=trainer.vocab_size, origins=origins)
     faulty = {found.where.sample for found in sound if found.severity == "error"}
     # A fault of all of them together has no place, and nothing is left to compare.
     if None in faulty:
         return sound
     kept = [
-        (row if isinstance(row, Scored) else scores(row), origin)
+        (row if isinstance(row, Scored) else trainer(row), origin)
         for row, origin in zip(rows, origins, strict=True)
         if origin.index not in faulty
     ]

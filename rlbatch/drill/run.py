@@ -60,12 +60,12 @@ def run_drill(
     tally = Tally()
     faults: list[AnyFault] = [*FAULTS.values(), *MODEL_FAULTS.values()]
     for done, fault in enumerate(faults):
-        for case in range(options.cases):
-            drilled = one_case(fault, case, pool, scores, options)
-            if drilled is None:
-                tally.no_place.append(fault.code)
-                break
-            tally.add(drilled)
+        cases = [one_case(fault, case, pool, scores, options) for case in range(options.cases)]
+        for drilled in cases:
+            if drilled is not None:
+                tally.add(drilled)
+        if all(drilled is None for drilled in cases):
+            tally.no_place.append(fault.code)
         if on_progress is not None:
             on_progress((done + 1) / (len(faults) + 1))
     count_clean(tally, pool.samples, scores)

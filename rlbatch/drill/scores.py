@@ -44,7 +44,7 @@ class Scores:
             RecordError: the noise cannot be had on these samples.
             ScoringError: the model cannot score.
         """
-        self.vocab_size = vocab_size
+        self.vocab_size: int | None = vocab_size
         self._model = model
         self._device = next(model.parameters()).device
         self._tails = noise.tails
