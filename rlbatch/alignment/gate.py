@@ -5,13 +5,14 @@ between forward and backward, or deferred until just before `optimizer.step()`.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from numbers import Integral
 from typing import overload
 
 import torch.distributed as dist
 from torch import Tensor
 
+from rlbatch.alignment.agreement import Occasion, agree
 from rlbatch.alignment.judge import Judge, Verdict
 from rlbatch.alignment.limits import Limits
 from rlbatch.alignment.measure import Measured, measure
@@ -47,7 +48,8 @@ class _Step:
                 if self.group is None:
                     raise
                 judge.findings.append(_failed(error))
-            self.verdict = _together(judge, self.group, is_whole=self.is_whole)
+            occasion = Occasion(num_batches=len(self.measured), is_whole=self.is_whole, is_early=False)
+            self.verdict = _together(judge, self.group, occasion)
         if self.verdict.errors:
             raise AlignmentError.of(*self.verdict.errors)
         return self.verdict
@@ -147,10 +149,13 @@ def require_aligned(
             raise
         judge = Judge(trainer_version=None, limits=limits)
         judge.findings += error.findings if isinstance(error, AlignmentError) else (_failed(error),)
-        raise AlignmentError.of(*_together(judge, group, is_whole=is_whole).errors) from error
+        occasion = Occasion(num_batches=None, is_whole=is_whole, is_early=defer)
+        raise AlignmentError.of(*_together(judge, group, occasion).errors) from error
     if group is not None and defer:
-        # The verdict is put off, so this is where a rank that cannot measure tells the others.
-        errors = _agreed(Judge(trainer_version=None, limits=limits), group).verdict().errors
+        # The verdict is put off, so this is where a rank that cannot measure tells the others: after this
+        # they may wait for it in collectives of the model.
+        occasion = Occasion(num_batches=len(measured), is_whole=is_whole, is_early=True)
+        errors = agree(Judge(trainer_version=version, limits=limits), occasion, group).verdict().errors
         if errors:
             raise AlignmentError.of(*errors)
     step = _Step(measured=measured, trainer_version=version, limits=limits, group=group, is_whole=is_whole)
@@ -191,25 +196,13 @@ def _measured(batch: object, trainer_logprobs: object) -> list[Measured]:
     return [measure(item, values) for item, values in zip(batches, logprobs, strict=True)]
 
 
-def _together(judge: Judge, group: "dist.ProcessGroup | None", *, is_whole: bool) -> Verdict:
+def _together(judge: Judge, group: "dist.ProcessGroup | None", occasion: Occasion) -> Verdict:
     """The verdict on what this rank has seen, or all ranks of the group."""
     if group is not None:
-        judge = _agreed(judge, group)
+        judge = agree(judge, occasion, group)
     if judge.num_trained == 0 and not any(found.severity == "error" for found in judge.findings):
-        judge.findings.append(_nothing_trained(is_error=is_whole))
+        judge.findings.append(_nothing_trained(is_error=occasion.is_whole))
     return judge.verdict()
-
-
-def _agreed(mine: Judge, group: "dist.ProcessGroup") -> Judge:
-    """What all ranks have seen, in the order of ranks."""
-    parts: list[Judge] = [mine] * dist.get_world_size(group)
-    dist.all_gather_object(parts, mine, group=group)
-    together = Judge(trainer_version=mine.trainer_version, limits=mine.limits)
-    for rank, part in enumerate(parts):
-        place = dist.get_global_rank(group, rank)
-        part.findings = [replace(found, where=replace(found.where, rank=place)) for found in part.findings]
-        together.merge(part)
-    return together
 
 
 def _failed(error: Exception) -> Finding:

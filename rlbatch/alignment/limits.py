@@ -17,6 +17,8 @@ class Limits:
     """Trained tokens of one version below which the two limits above are not applied."""
     ratio_tail: float = 20.0
     """|log_ratio| of one token, nats, above which it is pointed out."""
+    rank_timeout: float = 600.0
+    """Seconds for which the other ranks of a group are waited for."""
 
     def __post_init__(self) -> None:
         if not 0 < self.kld_warning <= self.kld_error:
@@ -29,6 +31,8 @@ class Limits:
                 f"Limits: expected min_tokens >= 1 and a finite ratio_tail above 0, "
                 f"found {self.min_tokens} and {self.ratio_tail}"
             )
+        if not 0 < self.rank_timeout < float("inf"):
+            raise RecordError(f"Limits: expected a finite rank_timeout above 0, found {self.rank_timeout}")
 
 
 CLEAN_MEAN = 0.02
