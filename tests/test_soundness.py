@@ -25,14 +25,24 @@ SOUND_CODES = [
     "incomparable",
     "greedy-sampled",
     "turn-prefix-broken",
+    "version-gap",
+    "version-mixed",
 ]
 INVISIBLE_HERE = ["shifted", "shifted-from", "zero-filled", "unexplained", "kld-high", "ratio-tail"]
 
 
 @pytest.fixture(scope="module")
 def clean(data_dir):
-    paths = [data_dir / "rollouts" / f"fp32_raw__{name}.json" for name in ("t1", "long400")]
-    return [made for path in paths for made in recorded_samples(path, recorded_provenance(path))]
+    samples = []
+    for name in ("t1", "long400"):
+        path = data_dir / "rollouts" / f"fp32_raw__{name}.json"
+        made = recorded_samples(path, recorded_provenance(path))
+        samples += [renamed(each, f"{name}/{index}", group=index // 4) for index, each in enumerate(made)]
+    return samples
+
+
+def renamed(made, name, group=None):
+    return replace(made, sample_id=name, trajectory_id=name, group_id=None if group is None else f"g{group}")
 
 
 def codes(findings):
@@ -122,7 +132,7 @@ def test_an_audit_takes_greedy_turns_and_only_warns_of_incomparable_ones():
 def test_untrained_turns_may_be_anything():
     how = provenance(sampling=SamplingParams(temperature=0.0, top_p=0.5))
     untrained = replace(sample([1], [7], [-0.1], provenance=how), loss_mask=np.zeros(2, bool))
-    assert check_sound([untrained, one()], purpose="train") == ()
+    assert check_sound([untrained, one(sample_id="another")], purpose="train") == ()
 
 
 def test_require_sound_raises_errors_and_lets_warnings_pass():
@@ -132,7 +142,7 @@ def test_require_sound_raises_errors_and_lets_warnings_pass():
     with pytest.raises(
         SoundnessError, match=r"\[logprob-positive\] sample 1, trajectory 't0', turn 0"
     ) as caught:
-        require_sound([one(), *bad])
+        require_sound([one(sample_id="another"), *bad])
     assert caught.value.code == "logprob-positive"
 
 

@@ -17,7 +17,7 @@ from rlbatch.alignment.measure import COLUMN, Measured
 from rlbatch.batch import Batch
 from rlbatch.catalogue import finding
 from rlbatch.errors import Finding, Where
-from rlbatch.soundness.checks import in_force
+from rlbatch.soundness.distributions import in_force
 from rlbatch.soundness.values import POSITIVE_TOLERANCE, SENTINEL_AT
 from rlbatch_kernels import LAGS
 
