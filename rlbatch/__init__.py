@@ -32,7 +32,14 @@ from rlbatch.records import (
     VersionSpan,
     identical,
 )
-from rlbatch.soundness import check_sound, check_sound_layout, require_sound, require_sound_layout
+from rlbatch.soundness import (
+    check_sound,
+    check_sound_layout,
+    check_sound_trajectory,
+    require_sound,
+    require_sound_layout,
+    require_sound_trajectory,
+)
 from rlbatch.storage import open_reader, open_writer, write_shard
 
 __all__ = [
@@ -59,6 +66,7 @@ __all__ = [
     "Where",
     "check_sound",
     "check_sound_layout",
+    "check_sound_trajectory",
     "identical",
     "open_reader",
     "open_writer",
@@ -66,6 +74,7 @@ __all__ = [
     "prefix_findings",
     "require_sound",
     "require_sound_layout",
+    "require_sound_trajectory",
     "to_samples",
     "write_shard",
 ]

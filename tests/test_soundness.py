@@ -1,5 +1,6 @@
 """What shows without a trainer: every code by hand and by its corruption; clean data is silent."""
 
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -27,6 +28,11 @@ SOUND_CODES = [
     "turn-prefix-broken",
     "version-gap",
     "version-mixed",
+    "bos-doubled",
+    "bos-missing",
+    "mask-drops-eos",
+    "stop-overrun",
+    "low-precision-logprobs",
 ]
 INVISIBLE_HERE = ["shifted", "shifted-from", "zero-filled", "unexplained", "kld-high", "ratio-tail"]
 
@@ -37,12 +43,17 @@ def clean(data_dir):
     for name in ("t1", "long400"):
         path = data_dir / "rollouts" / f"fp32_raw__{name}.json"
         made = recorded_samples(path, recorded_provenance(path))
-        samples += [renamed(each, f"{name}/{index}", group=index // 4) for index, each in enumerate(made)]
+        rows = json.loads(path.read_text())["rows"]
+        samples += [told(each, f"{name}/{at}", rows[at]["finish_reason"]) for at, each in enumerate(made)]
     return samples
 
 
-def renamed(made, name, group=None):
-    return replace(made, sample_id=name, trajectory_id=name, group_id=None if group is None else f"g{group}")
+def told(made, name, finish_reason):
+    """A sample with what the tokenizer and the engine say besides."""
+    how = replace(made.provenances[0], bos_token_id=1, eos_token_ids=(2, 4))
+    return replace(
+        made, sample_id=name, trajectory_id=name, provenances=(how,), finish_reasons=(finish_reason,)
+    )
 
 
 def codes(findings):

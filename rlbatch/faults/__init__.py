@@ -10,10 +10,13 @@ from types import MappingProxyType
 from rlbatch.faults.layout import LAYOUT, LayoutFault
 from rlbatch.faults.modelled import MODELLED
 from rlbatch.faults.planting import Fault, ModelFault, Score, Scored
+from rlbatch.faults.routing import ROUTING
 from rlbatch.faults.sets import SETS, TRAINER_VERSION, SetFault
 from rlbatch.faults.shifts import SHIFTS, shift
 from rlbatch.faults.sound import SOUND
+from rlbatch.faults.stops import STOPS
 from rlbatch.faults.subtle import SUBTLE
+from rlbatch.faults.turns import TURNS, TurnFault
 from rlbatch.faults.values import VALUES
 
 __all__ = [
@@ -23,16 +26,19 @@ __all__ = [
     "LayoutFault",
     "MODEL_FAULTS",
     "ModelFault",
+    "ROUTING_FAULTS",
     "SET_FAULTS",
     "Score",
     "Scored",
     "SetFault",
     "TRAINER_VERSION",
+    "TURN_FAULTS",
+    "TurnFault",
     "shift",
 ]
 
 FAULTS: Mapping[str, Fault] = MappingProxyType(
-    {fault.code: fault for fault in (*SHIFTS, *VALUES, *SUBTLE, *SOUND)}
+    {fault.code: fault for fault in (*SHIFTS, *VALUES, *SUBTLE, *SOUND, *STOPS)}
 )
 """Every fault that samples can carry, by its code."""
 
@@ -44,3 +50,9 @@ SET_FAULTS: Mapping[str, SetFault | Fault] = MappingProxyType({fault.code: fault
 
 LAYOUT_FAULTS: Mapping[str, LayoutFault] = MappingProxyType({fault.code: fault for fault in LAYOUT})
 """Faults of a packed or padded batch as arrays, by code."""
+
+ROUTING_FAULTS: Mapping[str, Fault] = MappingProxyType({fault.code: fault for fault in ROUTING})
+"""Faults of samples that have routed experts, by code."""
+
+TURN_FAULTS: Mapping[str, TurnFault] = MappingProxyType({fault.code: fault for fault in TURNS})
+"""Faults that turns show and no sample keeps, by code."""

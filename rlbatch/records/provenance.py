@@ -109,6 +109,8 @@ class Provenance:
     vocab_size: int | None = None
     """Ids that tokenizer and model know; one at or above it is an error. The head may have more rows."""
     eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+    """What every prompt begins with, once; None where the model has none, or nobody knows."""
     routing_shape: tuple[int, int] | None = None
     """(layers, experts a token), for engines whose record of routed experts does not say it (SGLang)."""
 
@@ -124,6 +126,8 @@ class Provenance:
             if self.vocab_size < 1:
                 raise RecordError(f"Provenance.vocab_size: expected >= 1, found {self.vocab_size}")
         object.__setattr__(self, "eos_token_ids", tuple(int(token_id) for token_id in self.eos_token_ids))
+        if self.bos_token_id is not None:
+            check_scalar("Provenance.bos_token_id", self.bos_token_id, int)
         if self.routing_shape is not None:
             if not isinstance(self.routing_shape, Sequence):
                 kind = kind_of(self.routing_shape)

@@ -18,10 +18,13 @@ from rlbatch.soundness.members import (
     group_incomplete,
     turn_prefix_broken,
 )
+from rlbatch.soundness.routing import routing_shapes_differ, routing_wrong
+from rlbatch.soundness.stops import bos_wrong, mask_drops_eos, stop_overrun
 from rlbatch.soundness.subject import Expectations, Subject
 from rlbatch.soundness.tokens import (
     advantage_not_finite,
     impossible_values,
+    low_precision_logprobs,
     mask_without_logprob,
     token_out_of_range,
 )
@@ -30,7 +33,12 @@ from rlbatch.soundness.versions import version_gap, version_mixed, version_too_o
 CHECKS: tuple[Callable[[Subject], Iterator[Finding]], ...] = (
     token_out_of_range,
     impossible_values,
+    low_precision_logprobs,
     mask_without_logprob,
+    mask_drops_eos,
+    bos_wrong,
+    stop_overrun,
+    routing_wrong,
     advantage_not_finite,
     temperature_contradicted,
     modes_mixed,
@@ -47,6 +55,7 @@ SET_CHECKS: tuple[Callable[[Subject], Iterator[Finding]], ...] = (
     duplicate_sample,
     group_incomplete,
     field_missing_in_some,
+    routing_shapes_differ,
 )
 """Checks on how samples go together. Only what is trained goes together; an audit reads piece by piece."""
 

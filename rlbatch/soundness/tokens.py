@@ -28,8 +28,18 @@ def token_out_of_range(subject: Subject) -> Iterator[Finding]:
             "token-out-of-range",
             where=subject.where(sample, tokens),
             expected=f"ids below the vocabulary size {sizes[sample]}",
-            found=f"id {first} at token {tokens[0]}{_more(tokens)}",
+            found=f"id {first} at token {tokens[0]}{_more(tokens)}{_beyond(first, subject)}",
         )
+
+
+def _beyond(token_id: int, subject: Subject) -> str:
+    """Which limit an id is beyond, where the model's is known besides the tokenizer's."""
+    rows = subject.expected.vocab_size
+    if rows is None:
+        return ""
+    if token_id < rows:
+        return f": a slot of the model's {rows} rows that no token of the tokenizer has"
+    return f": beyond the model's {rows} rows, so that it has no embedding"
 
 
 def impossible_values(subject: Subject) -> Iterator[Finding]:
@@ -49,6 +59,36 @@ def impossible_values(subject: Subject) -> Iterator[Finding]:
                     expected=fault.expected,
                     found=found_text(reported, bad, subject.first_token(run)),
                 )
+
+
+def low_precision_logprobs(subject: Subject) -> Iterator[Finding]:
+    """Turns whose logprobs all lie on the grid of bf16 numbers, which float32 values do not."""
+    runs = subject.runs
+    long = np.flatnonzero(runs.stop - runs.start >= MIN_GRID_VALUES)
+    if not len(long):
+        return
+    first = subject.reported[runs.start[long, None] + np.arange(MIN_GRID_VALUES)]
+    for run in long[_on_bf16_grid(first).all(axis=1)].tolist():
+        values = subject.reported[subject.tokens_of(run)]
+        informative = np.isfinite(values) & (values != 0)
+        num_distinct = len(np.unique(values[informative]))
+        if num_distinct >= MIN_GRID_VALUES and _on_bf16_grid(values).all():
+            yield finding(
+                "low-precision-logprobs",
+                where=subject.where_run(run),
+                expected="float32 logprobs",
+                found=f"{num_distinct} distinct values, each a bf16 number",
+            )
+
+
+MIN_GRID_VALUES = 16
+"""Distinct values other than 0: one float32 lies on the bf16 grid by a chance of 2^-16, so many do not."""
+
+
+def _on_bf16_grid(values: NDArray[np.float32]) -> NDArray[np.bool_]:
+    # The upper half of a float32 is a bf16.
+    on_grid: NDArray[np.bool_] = (values.view(np.uint32) & np.uint32(0xFFFF)) == 0
+    return on_grid
 
 
 def mask_without_logprob(subject: Subject) -> Iterator[Finding]:
