@@ -8,6 +8,7 @@ from typing import TypeAlias
 import numpy as np
 
 from rlbatch.batch import LAYOUTS, Layout
+from rlbatch.catalogue import CATALOGUE
 from rlbatch.drill.judging import findings_of
 from rlbatch.drill.pool import Pool
 from rlbatch.drill.scores import Scores
@@ -19,6 +20,8 @@ from rlbatch.records import Sample
 ROWS_A_CASE = 8
 """Rows of a batch one of which is spoilt: the others show what is normal."""
 CLEAN_ROWS_A_STEP = 64
+DRIFT_TOKENS = 1500
+"""Sampled tokens of a case of an aggregate, which says nothing of a thousand or fewer."""
 
 ALWAYS_ALL = frozenset(
     (
@@ -58,7 +61,7 @@ def run_drill(
         ScoringError: the model cannot score.
     """
     tally = Tally()
-    faults: list[AnyFault] = [*FAULTS.values(), *MODEL_FAULTS.values()]
+    faults = the_faults()
     for done, fault in enumerate(faults):
         cases = [one_case(fault, case, pool, scores, options) for case in range(options.cases)]
         for drilled in cases:
@@ -72,11 +75,19 @@ def run_drill(
     return tally
 
 
+def the_faults() -> tuple[AnyFault, ...]:
+    """Every fault that a drill plants."""
+    return (*FAULTS.values(), *MODEL_FAULTS.values())
+
+
 def one_case(fault: AnyFault, case: int, pool: Pool, scores: Scores, options: DrillOptions) -> Drilled | None:
     """One fault in some rows, and what is said of them; None where the rows offer no place for it."""
     rng = np.random.default_rng([options.seed, case, zlib.crc32(fault.code.encode())])
     in_all = fault.code in ALWAYS_ALL or fault.together or case % 2 == 0
-    rows = _some(pool.alike, rng, options.pooled_tokens) if in_all else _few(pool.able, rng)
+    num_tokens = options.pooled_tokens
+    if CATALOGUE[fault.code].level == "drift":
+        num_tokens = max(num_tokens, DRIFT_TOKENS)
+    rows = _some(pool.alike, rng, num_tokens) if in_all else _few(pool.able, rng)
     try:
         planted = plant(fault, rows, rng, scores, share=1.0 if in_all else 1 / ROWS_A_CASE)
     except RecordError:

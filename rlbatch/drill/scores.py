@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from rlbatch.collate import collate
-from rlbatch.drill.noise import Noise, draw, scale_for
+from rlbatch.drill.noise import MAX_POSITIONS, Noise, draw, scale_for
 from rlbatch.faults import Scored
 from rlbatch.records import Sample
 from rlbatch.scoring import model_inputs
@@ -96,9 +96,11 @@ class Scores:
 
     def _scale_of(self, noise: Noise, samples: Sequence[Sample]) -> float:
         rows, units = [], []
+        num_sampled = sum(int(np.count_nonzero(sample.turn >= 0)) for sample in samples)
+        every = -(-num_sampled // MAX_POSITIONS)
         for sample in samples:
             logits = self._logits(sample)
-            at = np.flatnonzero(sample.turn >= 0)
+            at = np.flatnonzero(sample.turn >= 0)[::every]
             divisor = sample.temperature[at, None]
             rows.append(logits[at - 1] / divisor)
             units.append(draw(sample.token_ids, logits.shape, noise.tails)[at - 1] / divisor)
