@@ -21,9 +21,12 @@ from rlbatch_kernels.arguments import (
     select_trained,
 )
 from rlbatch_kernels.errors import DtypeError, ShapeError
+from rlbatch_kernels.kept_logprobs import KeptLinearLogprobs, KeptTokenLogprobs
 from rlbatch_kernels.linear import LinearLogprobs, Scaling
 from rlbatch_kernels.reference import TokenLogprobs, bounded, k3
 from rlbatch_kernels.stats import segment_stats
+from rlbatch_kernels.truncation import Kept, select_kept
+from rlbatch_kernels.vocab_parallel import ShardedLinearLogprobs, ShardedTokenLogprobs, VocabGroup
 
 
 class PolicyRatio(NamedTuple):
@@ -38,7 +41,13 @@ class PolicyRatio(NamedTuple):
 
 
 def token_logprobs(
-    logits: Tensor, target_ids: Tensor, *, temperature: float | Tensor, mask: Tensor
+    logits: Tensor,
+    target_ids: Tensor,
+    *,
+    temperature: float | Tensor,
+    mask: Tensor,
+    kept: Kept | None = None,
+    group: VocabGroup | None = None,
 ) -> Tensor:
     """Logprob of every trained target under softmax(logits / temperature).
 
@@ -51,6 +60,10 @@ def token_logprobs(
         target_ids: [...] integer; 0 <= id < V where trained, anything elsewhere.
         temperature: a float, or [...] float; finite and above 0 where trained.
         mask: [...] bool, True = trained. Elsewhere the logprob is 0, without gradient, whatever the logits.
+        kept: renormalise over a set of the vocabulary at each position (`Truncation`, `KeptIds`). A target
+            outside its set has logprob -inf, without gradient.
+        group: the ranks over which V is sharded; `logits` are this rank's own columns, all else is whole.
+            See `rlbatch_kernels.vocab_parallel` for who reduces what. Not together with `kept`.
 
     Returns:
         [...] nats, float32 (float64 for float64 logits).
@@ -58,19 +71,29 @@ def token_logprobs(
     Raises:
         ShapeError: shapes that differ, V = 0, a freed tensor.
         DtypeError: a dtype, device or kind of tensor that is not taken (DTensor, meta, fake, sparse).
-        ScaleError: a temperature that is not finite and above 0 at a trained position.
+        ScaleError: a temperature that is not finite and above 0 at a trained position, or a rule of `kept`
+            that is out of range.
         TokenRangeError: a trained id outside [0, V); names the first positions and ids.
+        GroupError: targets or temperatures that differ between the ranks of `group`.
+        NotImplementedError: `kept` together with `group`.
 
     Example:
-        logits [0, ln 3], target 1, temperature 1 -> ln(3/4) = -0.2877; temperature 0.5 -> ln(9/10) = -0.1054
+        logits [0, ln 3], target 1, temperature 1 -> ln(3/4) = -0.2877; temperature 0.5 -> ln(9/10) = -0.1054;
+        logits [0, ln 3, ln 4], target 1, kept=Truncation(top_k=2) -> ln(3/7) = -0.8473, target 0 -> -inf
     """
     require_tensor("logits", logits, LOGIT_DTYPES)
     if logits.dim() == 0 or logits.shape[-1] == 0:
         raise ShapeError(f"logits: found shape {list(logits.shape)}, expected [..., V] with V at least 1")
-    trained = select_trained(
-        target_ids, mask, temperature, vocab_size=logits.shape[-1], like=("logits", logits)
-    )
-    logprobs: Tensor = TokenLogprobs.apply(logits, trained)  # type: ignore[no-untyped-call]
+    vocab_size = _vocab_size("logits", logits.shape[-1], kept, group)
+    trained = select_trained(target_ids, mask, temperature, vocab_size=vocab_size, like=("logits", logits))
+    logprobs: Tensor
+    if kept is not None:
+        sets = select_kept(kept, trained, vocab_size=vocab_size, like=("logits", logits))
+        logprobs = KeptTokenLogprobs.apply(logits, trained, sets)  # type: ignore[no-untyped-call]
+    elif group is not None:
+        logprobs = ShardedTokenLogprobs.apply(logits, trained, group)  # type: ignore[no-untyped-call]
+    else:
+        logprobs = TokenLogprobs.apply(logits, trained)  # type: ignore[no-untyped-call]
     return logprobs
 
 
@@ -84,6 +107,8 @@ def linear_logprobs(
     bias: Tensor | None = None,
     logit_scale: float = 1.0,
     soft_cap: float | None = None,
+    kept: Kept | None = None,
+    group: VocabGroup | None = None,
 ) -> Tensor:
     """Logprob of every trained target from hidden states and the lm_head, without logits [T, V].
 
@@ -101,6 +126,9 @@ def linear_logprobs(
         bias: [V] of the head, or None.
         logit_scale: multiplies the logits (Cohere: `logit_scale`; Granite: 1 / `logits_scaling`).
         soft_cap: Gemma 2's `final_logit_softcapping`, or None.
+        kept: as for `token_logprobs`; logits of 64 tokens then exist for all columns at once.
+        group: as for `token_logprobs`; weight and bias are this rank's own rows of the head. The backward
+            sums the gradient of hidden over the ranks itself.
 
     Returns:
         [...] nats, float32 (float64 for float64 arguments).
@@ -108,8 +136,11 @@ def linear_logprobs(
     Raises:
         ShapeError: shapes that differ, a weight that is empty or freed.
         DtypeError: a dtype, device or kind of tensor that is not taken (DTensor, meta, fake, sparse).
-        ScaleError: temperature (at a trained position), logit_scale or soft_cap not finite and above 0.
+        ScaleError: temperature (at a trained position), logit_scale or soft_cap not finite and above 0, or a
+            rule of `kept` out of range.
         TokenRangeError: a trained id outside [0, V); names the first positions and ids.
+        GroupError: targets or temperatures that differ between the ranks of `group`.
+        NotImplementedError: `kept` together with `group`.
 
     Example:
         hidden [1], weight [[0], [ln 3]], target 1 -> ln(3/4) = -0.2877; logit_scale 2 -> ln(9/10) = -0.1054
@@ -119,11 +150,17 @@ def linear_logprobs(
         logit_scale=require_scale("logit_scale", logit_scale),
         soft_cap=None if soft_cap is None else require_scale("soft_cap", soft_cap),
     )
-    trained = select_trained(
-        target_ids, mask, temperature, vocab_size=weight.shape[0], like=("hidden", hidden)
-    )
+    vocab_size = _vocab_size("weight", weight.shape[0], kept, group)
+    trained = select_trained(target_ids, mask, temperature, vocab_size=vocab_size, like=("hidden", hidden))
     arguments = (hidden, weight, bias, trained, scaling)
-    logprobs: Tensor = LinearLogprobs.apply(*arguments)  # type: ignore[no-untyped-call]
+    logprobs: Tensor
+    if kept is not None:
+        sets = select_kept(kept, trained, vocab_size=vocab_size, like=("hidden", hidden))
+        logprobs = KeptLinearLogprobs.apply(*arguments, sets)  # type: ignore[no-untyped-call]
+    elif group is not None:
+        logprobs = ShardedLinearLogprobs.apply(*arguments, group)  # type: ignore[no-untyped-call]
+    else:
+        logprobs = LinearLogprobs.apply(*arguments)  # type: ignore[no-untyped-call]
     return logprobs
 
 
@@ -203,6 +240,18 @@ def alignment_stats(
     lengths = _segment_lengths(segments, trainer_logprobs)
     with torch.no_grad():
         return segment_stats(trainer_logprobs, inference_logprobs, mask, segments, lengths)
+
+
+def _vocab_size(name: str, num_columns: int, kept: Kept | None, group: VocabGroup | None) -> int:
+    """V, of which the argument `name` has `num_columns`."""
+    if group is None:
+        return num_columns
+    if kept is not None:
+        raise NotImplementedError(
+            "kept: a kept set over a sharded vocabulary is not supported; gather the logits"
+        )
+    group.require_own(name, num_columns)
+    return group.vocab_size
 
 
 def _require_head(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:

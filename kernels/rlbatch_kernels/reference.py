@@ -103,7 +103,7 @@ class TokenLogprobs(torch.autograd.Function):
         """[...] logprobs; 0 where not trained."""
         dtype = compute_dtype(logits)
         softmax = Softmax(trained)
-        for rows in _row_blocks(trained, logits):
+        for rows in row_blocks(trained, logits):
             softmax.add(trained.gather(logits, rows).to(dtype), rows, 0)
         ctx.save_for_backward(logits)
         ctx.trained, ctx.softmax = trained, softmax  # type: ignore[attr-defined]
@@ -119,7 +119,7 @@ class TokenLogprobs(torch.autograd.Function):
         trained, softmax = ctx.trained, ctx.softmax  # type: ignore[attr-defined]
         grad, dtype = trained.gather(grad_logprobs), compute_dtype(logits)
         out = torch.zeros(logits.shape, dtype=logits.dtype, device=logits.device)
-        for rows in _row_blocks(trained, logits):
+        for rows in row_blocks(trained, logits):
             grad_rows = softmax.backward(trained.gather(logits, rows).to(dtype), grad, rows, 0)
             trained.put(out, grad_rows, rows)
             # The next tile must not be made while this one is held.
@@ -137,7 +137,8 @@ def refuse_double_backward(op: str) -> None:
         raise NotImplementedError(f"{op}: found create_graph=True; double backward is not supported")
 
 
-def _row_blocks(trained: Trained, logits: Tensor) -> list[slice]:
+def row_blocks(trained: Trained, logits: Tensor) -> list[slice]:
+    """The trained rows of `logits` in blocks of at most `TILE_ELEMENTS`, at least one row each."""
     step = max(1, TILE_ELEMENTS // logits.shape[-1])
     return [slice(first, first + step) for first in range(0, trained.num_tokens, step)]
 
