@@ -190,3 +190,20 @@ def test_each_chunk_of_a_stream_is_held_to_the_same():
         with pytest.raises(ReplyError) as caught:
             streamed([TOPS[0]], wrong, [TOPS[2]])
         assert caught.value.code == code
+
+
+def test_an_echo_of_the_prompt_alone_is_held_to_the_same():
+    """No token was asked for: the rows are the prompt's, and the one id that comes all the same has none."""
+    reply = body()
+    choice = reply["choices"][0]
+    choice["logprobs"]["token_logprobs"] = [None, *VALUES[1:]]
+    choice["logprobs"]["top_logprobs"] = [None, *TOPS[1:]]
+    choice |= {"prompt_token_ids": [7, 8, 9], "token_ids": [5], "text": " a b c"}
+    reply["usage"] = {"prompt_tokens": 3, "completion_tokens": 1, "total_tokens": 4}
+    asked = {"prompt": [7, 8, 9], "echo": True, "max_tokens": 0}
+    assert len(parsed(reply, **asked).completion_token_ids) == 0
+    longer = copy.deepcopy(reply)
+    longer["choices"][0]["logprobs"]["tokens"].append(" d")
+    assert refused(longer, **asked).code == "length-mismatch"
+    tops(reply)[1][" b"] = -8.0
+    assert refused(reply, **asked).code == "statement-contradicted"

@@ -67,13 +67,14 @@ def rows_of(
     else:
         _check_prompt_logprobs(choice, prompt_logprobs, prompt_ids, request, echoed=None)
     ids = _ids(choice, spelt)
-    if len(values or ()) == len(ids):
+    unasked = num_echoed > 0 and not values and len(ids) == 1 and _asked_for_none(request)
+    if unasked or len(values or ()) == len(ids):
         # Where ids and logprobs are unequal, `to_turn` has more to say.
         _check_num_tokens(choice, num_rows)
         if not num_echoed:
             _check_text(choice)
         check_alternatives(choice, num_asked=asked_number(request, "logprobs"))
-    if num_echoed and not values and len(ids) == 1 and _asked_for_none(request):
+    if unasked:
         return Rows(token_ids=[], logprobs=[], echoed=True, num_unasked=1)
     return Rows(token_ids=ids, logprobs=values, echoed=num_echoed > 0)
 

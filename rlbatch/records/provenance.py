@@ -110,7 +110,7 @@ class Provenance:
     """Ids that tokenizer and model know; one at or above it is an error. The head may have more rows."""
     eos_token_ids: tuple[int, ...] = ()
     routing_shape: tuple[int, int] | None = None
-    """(layers, experts a token), for engines whose record of routed experts does not say it (SGLang)."""
+    """(layers, experts a token), where a record of routed experts does not say it (SGLang, Fireworks)."""
 
     def __post_init__(self) -> None:
         check_choice("Provenance.logprobs_mode", self.logprobs_mode, LOGPROBS_MODES)
