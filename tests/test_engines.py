@@ -259,6 +259,8 @@ def set_logprob(body: dict[str, Any], at: int, value: Any) -> None:
             own["logprob"] = value
     else:
         values[at] = value
+        logprobs = body["choices"][0]["logprobs"]
+        logprobs["top_logprobs"][at][logprobs["tokens"][at]] = value
 
 
 @pytest.mark.parametrize("key", ROUTES)

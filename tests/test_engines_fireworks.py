@@ -302,26 +302,6 @@ def test_an_echo_that_nobody_asked_for_or_that_is_another_prompt_is_refused():
     assert "5 logprobs for 7 ids, 2 of them echoed" in str(error)
 
 
-# -- routing data -------------------------------------------------------------------------------------------
-
-REFERENCES = {
-    "length": 8,
-    "files": [{"format": "parquet_v1"}],
-    "spans": [{"input_token_start": 0, "count": 8}],
-}
-
-
-def test_routing_data_is_refused_by_name_and_never_dropped():
-    inline = change((*ROW, "routing_matrix"), "AAEC")
-    assert "1 encoded rows inline" in str(refused(inline))
-    assert refused(inline).code == "routing-unreadable"
-    referred = change((*CHOICE, "routing_references"), REFERENCES)
-    assert refused(referred).code == "routing-unreadable"
-    assert refused(change(("routing_references",), REFERENCES)).code == "routing-unreadable"
-    inline["routing_references"] = REFERENCES
-    assert refused(inline).code == "statement-contradicted"
-
-
 # -- streams ------------------------------------------------------------------------------------------------
 
 

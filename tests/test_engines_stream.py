@@ -319,6 +319,10 @@ def test_ids_spelt_in_a_stream_are_read():
     for chunk in chunks:
         choice = chunk["choices"][0]
         choice["logprobs"]["tokens"] = [f"token_id:{token_id}" for token_id in choice["token_ids"]]
+        (said,) = choice["logprobs"]["top_logprobs"]
+        choice["logprobs"]["top_logprobs"] = [
+            dict(zip(choice["logprobs"]["tokens"], said.values(), strict=True))
+        ]
         # The characters of the strings are counted, as recorded from the whole reply.
         choice["logprobs"]["text_offset"] = [offset]
         offset += len(choice["logprobs"]["tokens"][0])

@@ -26,9 +26,9 @@ ENTRIES = (
         level="sound",
         severity="error",
         symptom="The reply reports the experts of each token in a form whose shape it does not say.",
-        check="Routing data without axes: SGLang's flat buffer, Fireworks' encoded rows or files.",
+        check="Routing data without axes (SGLang's buffer, Fireworks' matrices), or references to files.",
         likely="the request asked for routing data (return_routed_experts, include_routing_matrix)",
-        fix="state Provenance.routing_shape for SGLang; ask Fireworks without routing data",
+        fix="state Provenance.routing_shape; ask for matrices in the reply, not for references to files",
     ),
     Entry(
         code="token-out-of-range",

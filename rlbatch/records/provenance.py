@@ -112,7 +112,7 @@ class Provenance:
     bos_token_id: int | None = None
     """What every prompt begins with, once; None where the model has none, or nobody knows."""
     routing_shape: tuple[int, int] | None = None
-    """(layers, experts a token), for engines whose record of routed experts does not say it (SGLang)."""
+    """(layers, experts a token), where a record of routed experts does not say it (SGLang, Fireworks)."""
 
     def __post_init__(self) -> None:
         check_choice("Provenance.logprobs_mode", self.logprobs_mode, LOGPROBS_MODES)
