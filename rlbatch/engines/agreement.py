@@ -94,6 +94,20 @@ def check_count(label: str, name: str, said: int | None, counted: int) -> None:
         )
 
 
+def check_cached(label: str, cached: int | None, num_prompt: int) -> None:
+    """Refuse more tokens of the prompt from a cache than the prompt has; which they were is not said.
+
+    Raises:
+        ReplyError: statement-contradicted.
+    """
+    if cached is not None and not 0 <= cached <= num_prompt:
+        raise refusal(
+            "statement-contradicted",
+            f"cached_tokens among the prompt's {num_prompt}",
+            f"{label}: cached_tokens is {cached}",
+        )
+
+
 def check_text(label: str, text: str | None, strings: Sequence[str]) -> None:
     """Every character of the text comes from a token's string, in order.
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from rlbatch.engines.agreement import (
     agreed_ids,
     agreed_logprobs,
+    check_cached,
     check_count,
     check_text,
     refusal,
@@ -227,3 +228,4 @@ def _check_usage(body: Body, outputs: list[EngineOutput], *, num_prompts: int | 
         num_prompt = sum(len(output.prompt_token_ids or ()) for output in firsts)
         check_count("the reply", "usage.prompt_tokens", usage.prompt_tokens, num_prompt)
         check_count("the reply", "usage.total_tokens", usage.total_tokens, num_prompt + num_completion)
+        check_cached("the reply", usage.cached_tokens, num_prompt)

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlbatch.engines.agreement import refusal as refuse
-from rlbatch.engines.agreement import sent_prompts
+from rlbatch.engines.agreement import check_cached, sent_prompts
 from rlbatch.engines.body import chunk_refusal, decode, refusal
 from rlbatch.engines.output import EngineOutput
 from rlbatch.engines.request import Prompts, Route, asks_for, contradictions, read_prompts, routing_request
@@ -190,6 +190,7 @@ def _check_usage(
         num_prompt_ids = sum(len(output.prompt_token_ids or ()) for output in firsts)
         _check_count("prompt_tokens", usage.prompt_tokens, num_prompt_ids)
         _check_count("total_tokens", usage.total_tokens, num_prompt_ids + num_ids)
+        check_cached("the reply", usage.cached_tokens, num_prompt_ids)
 
 
 def _uneven(output: EngineOutput) -> bool:
