@@ -7,7 +7,7 @@ import pytest
 from builders import sample
 
 from rlbatch.batch import Batch
-from rlbatch.collate import collate
+from rlbatch.collate import Padding, collate
 from rlbatch.errors import RecordError, SoundnessError
 from rlbatch.faults import LAYOUT_FAULTS
 from rlbatch.records import LayoutArrays
@@ -59,7 +59,7 @@ def clean_for(code, samples):
     """Arrays that offer a place for the fault, and the parallel sizes that show it."""
     side = "left" if code == "positions-count-padding" else "right"
     layout = "padded" if code == "positions-count-padding" else "packed"
-    clean = arrays_of(collate(samples, layout=layout, padding_side=side))
+    clean = arrays_of(collate(samples, layout=layout, padding=Padding(side=side)))
     if code == "boundary-trained":
         mask = np.roll(clean.loss_mask, 1)
         return replace(clean, loss_mask=mask, align="input"), {}
@@ -75,9 +75,18 @@ def codes(arrays, **sizes):
 @pytest.mark.parametrize("layout", ["packed", "padded"])
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_what_collate_makes_is_sound(samples, layout, side):
-    arrays = arrays_of(collate(samples, layout=layout, padding_side=side))
+    arrays = arrays_of(collate(samples, layout=layout, padding=Padding(side=side)))
     assert check_sound_layout(arrays) == ()
     assert require_sound_layout(arrays) is arrays
+
+
+@pytest.mark.parametrize("row_multiple", [1, 64])
+def test_what_collate_makes_for_parallel_ranks_is_sound(samples, row_multiple):
+    padding = Padding(sequence_multiple=8, row_multiple=row_multiple)
+    arrays = arrays_of(collate(samples, layout="packed", padding=padding))
+    assert check_sound_layout(arrays, context_parallel=2, tensor_parallel=2) == ()
+    (found,) = check_sound_layout(replace(arrays, sequence_num_loss_tokens=np.array([8, 4])))
+    assert found.code == "length-field-mismatch"
 
 
 @pytest.mark.parametrize("code", LAYOUT_FAULTS)

@@ -66,6 +66,11 @@ def test_tokens_after_a_stop_token():
     assert told(made([1, 5], [7, 8, 4, 2])) == [("stop-overrun", 0, 5, 6)]
 
 
+def test_where_the_last_is_no_stop_token_a_stop_string_may_have_ended_the_turn():
+    (found,) = check_sound([made([1, 5], [7, 2, 8, 9])], purpose="train")
+    assert (found.code, found.severity, found.where.start) == ("stop-overrun", "warning", 4)
+
+
 def test_tokens_after_a_stop_token_that_did_not_end_the_turn_are_ignore_eos():
     assert told(made([1, 5], [7, 2, 8, 9, 2], finish="length")) == []
     assert told(made([1, 5], [7, 2, 8, 9, 2], finish=None)) == []

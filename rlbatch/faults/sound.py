@@ -57,10 +57,14 @@ def _modes_mixed(sample: Sample, rng: np.random.Generator) -> Sample:
     if not segments:
         return sample
     last = segments[-1]
+    stated = sample.provenances[last.turn]
+    raw = stated.logprobs_mode != "raw"
+    # Raw values are comparable where nothing was in force, and then no other fault is planted with this one.
+    if raw and not stated.sampling.neutral:
+        return sample
     turn = sample.turn.copy()
     turn[(last.start + last.stop) // 2 : last.stop] = len(sample.provenances)
-    stated = sample.provenances[last.turn]
-    other = replace(stated, logprobs_mode="raw" if stated.logprobs_mode == "processed" else "processed")
+    other = replace(stated, logprobs_mode="raw" if raw else "processed")
     return replace(sample, turn=turn, provenances=(*sample.provenances, other))
 
 

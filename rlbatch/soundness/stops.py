@@ -72,6 +72,8 @@ def stop_overrun(subject: Subject) -> Iterator[Finding]:
         first = subject.first_token(run)
         yield finding(
             "stop-overrun",
+            # Under ignore_eos a stop string may have ended it, and then the last token is no stop token.
+            severity="error" if tokens[-1] == last else "warning",
             where=subject.where_run(run, np.array([tokens[0] + 1, last])),
             expected="nothing after the first stop token of a turn that ended with `stop`",
             found=f"{last - tokens[0]} tokens after the stop token at {first + tokens[0]}",

@@ -8,7 +8,13 @@ from numpy.typing import NDArray
 from rlbatch.catalogue import finding
 from rlbatch.errors import Finding
 from rlbatch.soundness.subject import Subject
-from rlbatch.soundness.values import POSITIVE_TOLERANCE, SENTINEL_AT, VALUE_FAULTS, found_text
+from rlbatch.soundness.values import (
+    POSITIVE_TOLERANCE,
+    SENTINEL_AT,
+    VALUE_FAULTS,
+    found_text,
+    positive_code,
+)
 
 _NO_LIMIT = np.iinfo(np.int64).max
 
@@ -53,8 +59,9 @@ def impossible_values(subject: Subject) -> Iterator[Finding]:
         for fault in VALUE_FAULTS:
             bad = tokens[fault.test(reported[tokens])]
             if len(bad):
+                positive = fault.code == "logprob-positive"
                 yield finding(
-                    fault.code,
+                    positive_code(reported[np.isfinite(reported)]) if positive else fault.code,
                     where=subject.where_run(run, bad),
                     expected=fault.expected,
                     found=found_text(reported, bad, subject.first_token(run)),
