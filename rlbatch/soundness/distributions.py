@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rlbatch.catalogue import finding
 from rlbatch.errors import Finding
@@ -19,8 +20,7 @@ _EXPECTED = {
 def temperature_contradicted(subject: Subject) -> Iterator[Finding]:
     """Sampled tokens whose temperature is not what their provenance says the logits were divided by."""
     stated = subject.per_run(lambda provenance: provenance.divisor, "float32")
-    expected = subject.runs.spread(stated, len(subject.turn), 1.0)
-    bad = np.flatnonzero((subject.temperature != expected) & (subject.turn >= 0))
+    bad = np.flatnonzero((subject.temperature != _of_tokens(subject, stated)) & subject.sampled)
     for run, tokens in subject.by_run(bad):
         values = subject.temperature[subject.tokens_of(run)]
         yield finding(
@@ -29,6 +29,13 @@ def temperature_contradicted(subject: Subject) -> Iterator[Finding]:
             expected=f"temperature {stated[run]:g}, by the provenance",
             found=found_text(values, tokens, subject.first_token(run)),
         )
+
+
+def _of_tokens(subject: Subject, stated: NDArray[np.float32]) -> NDArray[np.float32] | np.float32:
+    """[G] values of runs at their tokens [N], or the one value where all are equal."""
+    if len(stated) and (stated == stated[0]).all():
+        return np.float32(stated[0])
+    return subject.runs.spread(stated, len(subject.sampled), 1.0)
 
 
 def modes_mixed(subject: Subject) -> Iterator[Finding]:

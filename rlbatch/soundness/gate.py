@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Iterator, Sequence
 
+import numpy as np
+
 from rlbatch.catalogue import finding
 from rlbatch.errors import Finding, SoundnessError, Where
 from rlbatch.records import PURPOSES, Origin, Purpose, Sample, check_samples, origins_of
@@ -20,7 +22,7 @@ from rlbatch.soundness.members import (
 )
 from rlbatch.soundness.routing import routing_shapes_differ, routing_wrong
 from rlbatch.soundness.stops import bos_wrong, mask_drops_eos, stop_overrun
-from rlbatch.soundness.subject import Expectations, Subject
+from rlbatch.soundness.subject import Expectations, Members, Scratch, Subject
 from rlbatch.soundness.tokens import (
     advantage_not_finite,
     impossible_values,
@@ -29,6 +31,9 @@ from rlbatch.soundness.tokens import (
     token_out_of_range,
 )
 from rlbatch.soundness.versions import version_gap, version_mixed, version_too_old
+
+PART_TOKENS = 2**18
+"""Tokens that are looked at together: their arrays stay in a core's cache from check to check."""
 
 CHECKS: tuple[Callable[[Subject], Iterator[Finding]], ...] = (
     token_out_of_range,
@@ -51,7 +56,7 @@ CHECKS: tuple[Callable[[Subject], Iterator[Finding]], ...] = (
 )
 """Every check on samples one by one, in the order in which findings about one sample are told."""
 
-SET_CHECKS: tuple[Callable[[Subject], Iterator[Finding]], ...] = (
+SET_CHECKS: tuple[Callable[[Members], Iterator[Finding]], ...] = (
     duplicate_sample,
     group_incomplete,
     field_missing_in_some,
@@ -94,14 +99,20 @@ def check_sound(
         max_version_lag=max_version_lag,
         group_size=group_size,
     )
-    subject = Subject.of(samples, origins, expected)
-    checks = CHECKS if purpose == "audit" else (*CHECKS, *SET_CHECKS)
-    findings = [found for check in checks for found in check(subject)]
+    members = Members(samples=samples, origins=origins, expected=expected)
+    findings, num_trained = [], 0
+    scratch = Scratch()
+    for part in members.parts(max_tokens=PART_TOKENS):
+        subject = Subject.of(part, scratch)
+        num_trained += int(np.count_nonzero(subject.loss_mask))
+        findings += [found for check in CHECKS for found in check(subject)]
+    if purpose == "train":
+        findings += [found for check in SET_CHECKS for found in check(members)]
     # Sample by sample, as they lie in the list, and of one sample in the order of the checks.
-    place = {(origin.path, origin.index): at for at, origin in enumerate(origins)}
+    place = {(origin.path, origin.index): at for at, origin in enumerate(origins)} if findings else {}
     findings.sort(key=lambda found: place[found.where.path, found.where.sample or 0])
-    if not subject.loss_mask.any():
-        findings.append(_nothing_trained(subject))
+    if not num_trained:
+        findings.append(_nothing_trained(members))
     return tuple(findings)
 
 
@@ -136,10 +147,11 @@ def require_sound(
     return samples
 
 
-def _nothing_trained(subject: Subject) -> Finding:
+def _nothing_trained(members: Members) -> Finding:
+    num_tokens = sum(len(sample) for sample in members.samples)
     return finding(
         "nothing-trained",
-        where=Where(path=subject.origins[0].path),
+        where=Where(path=members.origins[0].path),
         expected="at least one trained token",
-        found=f"none in {len(subject.samples)} samples of {len(subject.token_ids)} tokens",
+        found=f"none in {len(members.samples)} samples of {num_tokens} tokens",
     )

@@ -11,7 +11,7 @@ import numpy as np
 from rlbatch.catalogue import finding
 from rlbatch.errors import Finding, Severity
 from rlbatch.records import Origin, Sample
-from rlbatch.soundness.subject import Subject
+from rlbatch.soundness.subject import Members
 
 MIN_SURPRISE = 50.0
 """Nats: what is drawn twice by chance with a probability below exp(-50) was not drawn twice."""
@@ -30,84 +30,84 @@ _SHARED_FIELDS = (
 """Optional fields that all samples of a batch have, or none. `raw_inference_logprobs` follows provenance."""
 
 
-def turn_prefix_broken(subject: Subject) -> Iterator[Finding]:
+def turn_prefix_broken(members: Members) -> Iterator[Finding]:
     """Samples that exist because a prompt did not extend what came before it."""
-    for index, sample in enumerate(subject.samples):
-        if sample.sibling > 0:
+    for index, sample in enumerate(members.samples):
+        if sample.sibling:
             sampled = sample.turn[sample.turn >= 0]
             yield finding(
                 "turn-prefix-broken",
-                where=subject.where(index, turn=int(sampled[0]) if len(sampled) else None),
+                where=members.where(index, turn=int(sampled[0]) if len(sampled) else None),
                 expected="one sample a trajectory",
                 found=f"sample {sample.sibling + 1} of {sample.num_siblings}; "
                 "its prompt extends no earlier one",
             )
 
 
-def duplicate_sample(subject: Subject) -> Iterator[Finding]:
+def duplicate_sample(members: Members) -> Iterator[Finding]:
     """Samples that come twice: of one id, or of tokens and logprobs that no second draw would give again."""
     by_id: dict[str, int] = {}
     by_content: dict[tuple[int, bytes], list[int]] = defaultdict(list)
-    for index, sample in enumerate(subject.samples):
+    for index, sample in enumerate(members.samples):
         first = by_id.setdefault(sample.sample_id, index)
         if first != index:
-            yield _duplicate(subject, index, first, f"sample_id {sample.sample_id!r} again", "error")
+            yield _duplicate(members, index, first, f"sample_id {sample.sample_id!r} again", "error")
             continue
         # The last values are of late tokens, where two draws have parted long since.
         alike = by_content[len(sample), sample.inference_logprobs[-_TAIL:].tobytes()]
-        twin = next((each for each in alike if _same_draw(sample, subject.samples[each])), None)
+        twin = next((each for each in alike if _same_draw(sample, members.samples[each])), None)
         alike.append(index)
         if twin is not None:
             found = "the same tokens and logprobs under another sample_id"
-            yield _duplicate(subject, index, twin, found, "warning")
+            yield _duplicate(members, index, twin, found, "warning")
 
 
 _TAIL = 8
 """Values by which two samples may be the same before they are compared whole."""
 
 
-def group_incomplete(subject: Subject) -> Iterator[Finding]:
+def group_incomplete(members: Members) -> Iterator[Finding]:
     """Groups with another number of trajectories than the caller expects."""
-    size = subject.expected.group_size
+    size = members.expected.group_size
     if size is None:
         return
     groups: dict[str, dict[str, int]] = defaultdict(dict)
-    for index, sample in enumerate(subject.samples):
+    for index, sample in enumerate(members.samples):
         if sample.group_id is not None:
             groups[sample.group_id].setdefault(sample.trajectory_id, index)
-    for group, members in groups.items():
-        if len(members) != size:
-            first = min(members.values())
+    for group, indices in groups.items():
+        if len(indices) != size:
+            first = min(indices.values())
             yield finding(
                 "group-incomplete",
-                where=subject.where(first),
+                where=members.where(first),
                 expected=f"{size} trajectories a group",
-                found=f"{len(members)} in group {group!r}",
+                found=f"{len(indices)} in group {group!r}",
             )
 
 
-def field_missing_in_some(subject: Subject) -> Iterator[Finding]:
+def field_missing_in_some(members: Members) -> Iterator[Finding]:
     """Optional fields that some samples have and others lack."""
     for name in _SHARED_FIELDS:
-        lacking = [at for at, sample in enumerate(subject.samples) if getattr(sample, name) is None]
-        if not lacking or len(lacking) == len(subject.samples):
+        lacking = [at for at, sample in enumerate(members.samples) if getattr(sample, name) is None]
+        if not lacking or len(lacking) == len(members.samples):
             continue
         yield finding(
             "field-missing-in-some",
-            where=subject.where(lacking[0]),
+            where=members.where(lacking[0]),
             expected=f"{name} in every sample or in none",
-            found=f"none in {len(lacking)} of {len(subject.samples)} samples: "
-            f"{_listed(subject.origins[at] for at in lacking)}",
+            found=f"none in {len(lacking)} of {len(members.samples)} samples: "
+            f"{_listed(members.origins[at] for at in lacking)}",
         )
 
 
-def _duplicate(subject: Subject, index: int, first: int, found: str, severity: Severity) -> Finding:
+def _duplicate(members: Members, index: int, first: int, found: str, severity: Severity) -> Finding:
     return finding(
         "duplicate-sample",
         severity=severity,
-        where=subject.where(index),
+        where=members.where(index),
         expected="each sample once",
-        found=f"{found}, as in {_listed([subject.origins[first]])}",
+        found=f"{found}, as in {_listed([members.origins[first]])}",
     )
 
 

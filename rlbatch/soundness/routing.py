@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from rlbatch.catalogue import finding
 from rlbatch.errors import Finding, Where
 from rlbatch.records import Sample
-from rlbatch.soundness.subject import Subject
+from rlbatch.soundness.subject import Members
 
 MIN_REPEATED = 8
 """Rows: where so many come again for other ids, they are not of those ids."""
@@ -17,32 +17,32 @@ REPEATED_SHARE = 0.9
 """Of the rows of a repetition: an engine that passes tokens through again differs in a few, at near ties."""
 
 
-def routing_wrong(subject: Subject) -> Iterator[Finding]:
+def routing_wrong(members: Members) -> Iterator[Finding]:
     """Experts of another shape, rows that nobody recorded, and rows that stand twice."""
-    for index, sample in enumerate(subject.samples):
+    for index, sample in enumerate(members.samples):
         if sample.routed_experts is None or not len(sample.routed_experts):
             continue
         shape, stated = sample.routed_experts.shape[1:], _shape_stated(sample)
         if stated is not None and stated != shape:
-            yield _misshapen(subject.where(index), f"{list(stated)}, by the provenance", f"{list(shape)}")
+            yield _misshapen(members.where(index), f"{list(stated)}, by the provenance", f"{list(shape)}")
         else:
-            yield from _rows_wrong(subject, index, sample.routed_experts)
+            yield from _rows_wrong(members, index, sample.routed_experts)
 
 
-def routing_shapes_differ(subject: Subject) -> Iterator[Finding]:
+def routing_shapes_differ(members: Members) -> Iterator[Finding]:
     """Samples with other numbers of layers or experts a token than the first that has any."""
     first: tuple[int, ...] | None = None
-    for index, sample in enumerate(subject.samples):
+    for index, sample in enumerate(members.samples):
         if sample.routed_experts is None:
             continue
         shape = sample.routed_experts.shape[1:]
         first = first or shape
         if shape != first:
             expected = f"{list(first)}, as in the samples before"
-            yield _misshapen(subject.where(index), expected, f"{list(shape)}")
+            yield _misshapen(members.where(index), expected, f"{list(shape)}")
 
 
-def _rows_wrong(subject: Subject, index: int, experts: NDArray[np.integer]) -> Iterator[Finding]:
+def _rows_wrong(members: Members, index: int, experts: NDArray[np.integer]) -> Iterator[Finding]:
     # A layer that is dense keeps its place, filled with zeros throughout.
     chosen = experts[:, experts.any(axis=(0, 2))] if experts.any() else experts
     total = len(experts)
@@ -55,21 +55,21 @@ def _rows_wrong(subject: Subject, index: int, experts: NDArray[np.integer]) -> I
             at = np.flatnonzero(blank)
             yield finding(
                 "routing-missing",
-                where=subject.where(index, at),
+                where=members.where(index, at),
                 expected="experts of every token that was passed through",
                 found=f"nothing but zeros at {len(at)} of {total} tokens, first at token {at[0]}",
             )
         if twice.any():
             at = np.flatnonzero(twice)
             found = f"one expert twice at {len(at)} of {total} tokens, first at token {at[0]}"
-            yield _misshapen(subject.where(index, at), "with distinct experts in each layer", found)
+            yield _misshapen(members.where(index, at), "with distinct experts in each layer", found)
         if blank.any() or twice.any():
             return
-    repeated = _repeated_from(chosen, subject.samples[index].token_ids[:-1])
+    repeated = _repeated_from(chosen, members.samples[index].token_ids[:-1])
     if repeated is not None:
         yield finding(
             "routing-repeated",
-            where=subject.where(index, np.array([repeated, total - 1])),
+            where=members.where(index, np.array([repeated, total - 1])),
             expected="experts of each token once",
             found=f"the rows from token {repeated} on are those of the sample's start again",
         )

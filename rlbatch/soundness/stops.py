@@ -43,9 +43,11 @@ def bos_wrong(subject: Subject) -> Iterator[Finding]:
 
 def mask_drops_eos(subject: Subject) -> Iterator[Finding]:
     """Sampled stop tokens that are not trained though the token before each is."""
-    untrained = np.flatnonzero((subject.turn >= 0) & ~subject.loss_mask)
+    untrained = np.flatnonzero(subject.sampled & ~subject.loss_mask)
     # Token 0 of a sample is never sampled, so that there is always one before.
-    single = untrained[(subject.turn[untrained - 1] >= 0) & subject.loss_mask[untrained - 1]]
+    single = untrained[subject.sampled[untrained - 1] & subject.loss_mask[untrained - 1]]
+    if len(single):
+        single = single[~subject.begins_run(single)]
     for run, tokens in subject.by_run(single):
         ids = subject.token_ids[subject.tokens_of(run)]
         dropped = tokens[np.isin(ids[tokens], subject.provenance_of(run).eos_token_ids)]
@@ -98,7 +100,7 @@ def _stop_tokens(subject: Subject) -> NDArray[np.intp]:
     hits = np.zeros(len(ids), np.bool_)
     for token_id in wanted:
         hits |= ids == token_id
-    at = np.flatnonzero(hits & (subject.turn >= 0))
+    at = np.flatnonzero(hits & subject.sampled)
     if len(subject.provenances) == 1:
         return at
     owner = subject.runs.provenance[np.searchsorted(subject.runs.start, at, "right") - 1]

@@ -1,4 +1,4 @@
-"""`Subject`: many samples under test as one run of tokens, and what the caller knows besides.
+"""What checks are given: `Members`, samples as they are, and `Subject`, their tokens as one run.
 
 Checks look at whole arrays, so that a thousand samples cost little more than one; only what is bad is told
 sample by sample. Numpy; knows no check.
@@ -62,12 +62,54 @@ class Runs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Subject:
-    """S samples of N tokens in all, end to end."""
+class Members:
+    """S samples, and where they came from."""
 
     samples: Sequence[Sample]
     origins: Sequence[Origin]
     expected: Expectations
+
+    def where(self, sample: int, tokens: NDArray[np.intp] | None = None, turn: int | None = None) -> Where:
+        """The place of a finding: a sample, and the span from the first to the last of its `tokens`."""
+        return Where(
+            path=self.origins[sample].path,
+            sample=self.origins[sample].index,
+            trajectory=self.samples[sample].trajectory_id,
+            turn=turn,
+            start=None if tokens is None else int(tokens[0]),
+            stop=None if tokens is None else int(tokens[-1]) + 1,
+        )
+
+    def parts(self, *, max_tokens: int) -> Iterator["Members"]:
+        """The same samples in runs, each closed once it has `max_tokens` tokens."""
+        first, num_tokens = 0, 0
+        for at, sample in enumerate(self.samples, start=1):
+            num_tokens += len(sample)
+            if num_tokens >= max_tokens or at == len(self.samples):
+                part = slice(first, at)
+                yield Members(samples=self.samples[part], origins=self.origins[part], expected=self.expected)
+                first, num_tokens = at, 0
+
+
+class Scratch:
+    """Memory that subject after subject is written into: fresh pages cost more than the copy does."""
+
+    def __init__(self) -> None:
+        self._arrays: dict[str, NDArray[Any]] = {}
+
+    def joined(self, name: str, parts: Sequence[NDArray[Any]], length: int) -> NDArray[Any]:
+        """The parts end to end, `length` entries in all, in the memory of this name."""
+        held = self._arrays.get(name)
+        if held is None or len(held) < length:
+            # Parts differ a little in length: a quarter more, and it need not grow again.
+            held = self._arrays[name] = np.empty(length + length // 4, parts[0].dtype)
+        return np.concatenate(parts, out=held[:length])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Subject(Members):
+    """S samples of N tokens in all, end to end."""
+
     offsets: NDArray[np.intp]
     """[S + 1]; sample i is tokens offsets[i]:offsets[i + 1]."""
     token_ids: NDArray[np.int32]
@@ -77,31 +119,34 @@ class Subject:
     advantages: NDArray[np.float32]
     policy_version: NDArray[np.int32]
     temperature: NDArray[np.float32]
-    turn: NDArray[np.int16]
+    sampled: NDArray[np.bool_]
+    """[N]; True = an engine drew the token."""
     runs: Runs
     provenances: tuple[Provenance, ...]
     """The distinct ones."""
 
     @classmethod
-    def of(cls, samples: Sequence[Sample], origins: Sequence[Origin], expected: Expectations) -> "Subject":
-        """The samples end to end; at least one."""
+    def of(cls, members: Members, scratch: "Scratch") -> "Subject":
+        """The samples end to end; at least one. The next subject of the same scratch overwrites this one."""
+        samples = members.samples
         offsets = np.concatenate([[0], np.cumsum([len(sample) for sample in samples])])
-        turn = np.concatenate([sample.turn for sample in samples])
+        length = int(offsets[-1])
+        turn = scratch.joined("turn", [sample.turn for sample in samples], length)
+        columns = {
+            name: scratch.joined(name, [getattr(sample, name) for sample in samples], length)
+            for name in ("token_ids", "loss_mask", "advantages", "policy_version", "temperature")
+        }
         runs, provenances = _runs(samples, turn, offsets)
         return cls(
             samples=samples,
-            origins=origins,
-            expected=expected,
+            origins=members.origins,
+            expected=members.expected,
             offsets=offsets,
-            token_ids=np.concatenate([sample.token_ids for sample in samples]),
-            reported=np.concatenate([_reported(sample) for sample in samples]),
-            loss_mask=np.concatenate([sample.loss_mask for sample in samples]),
-            advantages=np.concatenate([sample.advantages for sample in samples]),
-            policy_version=np.concatenate([sample.policy_version for sample in samples]),
-            temperature=np.concatenate([sample.temperature for sample in samples]),
-            turn=turn,
+            reported=scratch.joined("reported", [_reported(sample) for sample in samples], length),
+            sampled=turn >= 0,
             runs=runs,
             provenances=provenances,
+            **columns,
         )
 
     def per_run(self, fact: Callable[[Provenance], Any], dtype: str) -> NDArray[Any]:
@@ -130,17 +175,6 @@ class Subject:
         """
         yield from _grouped(bad, self.offsets[:-1])
 
-    def where(self, sample: int, tokens: NDArray[np.intp] | None = None, turn: int | None = None) -> Where:
-        """The place of a finding: a sample, and the span from the first to the last of its `tokens`."""
-        return Where(
-            path=self.origins[sample].path,
-            sample=self.origins[sample].index,
-            trajectory=self.samples[sample].trajectory_id,
-            turn=turn,
-            start=None if tokens is None else int(tokens[0]),
-            stop=None if tokens is None else int(tokens[-1]) + 1,
-        )
-
     def where_run(self, run: int, tokens: NDArray[np.intp] | None = None) -> Where:
         """The place of a finding: a run, or the span of some of its tokens, counted from its first."""
         sample = int(self.runs.sample[run])
@@ -155,6 +189,13 @@ class Subject:
     def tokens_of(self, run: int) -> slice:
         """Where a run lies in the flat arrays."""
         return slice(int(self.runs.start[run]), int(self.runs.stop[run]))
+
+    def begins_run(self, tokens: NDArray[np.intp]) -> NDArray[np.bool_]:
+        """Which of these sampled tokens, counted over all samples, are the first of their run."""
+        first: NDArray[np.bool_] = (
+            self.runs.start[np.searchsorted(self.runs.start, tokens, "right") - 1] == tokens
+        )
+        return first
 
     def provenance_of(self, run: int) -> Provenance:
         """How the logprobs of a run came to be."""

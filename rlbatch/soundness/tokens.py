@@ -53,7 +53,7 @@ def impossible_values(subject: Subject) -> Iterator[Finding]:
     values = subject.reported
     # Written so that NaN is suspect too: one look at all values, a second at the suspects only.
     possible = (values <= POSITIVE_TOLERANCE) & (values > SENTINEL_AT)
-    suspect = subject.loss_mask & (subject.turn >= 0) & ~possible
+    suspect = subject.loss_mask & subject.sampled & ~possible
     for run, tokens in subject.by_run(np.flatnonzero(suspect)):
         reported = values[subject.tokens_of(run)]
         for fault in VALUE_FAULTS:
@@ -100,7 +100,7 @@ def _on_bf16_grid(values: NDArray[np.float32]) -> NDArray[np.bool_]:
 
 def mask_without_logprob(subject: Subject) -> Iterator[Finding]:
     """Trained tokens that nobody sampled."""
-    for sample, tokens in subject.by_sample(np.flatnonzero(subject.loss_mask & (subject.turn < 0))):
+    for sample, tokens in subject.by_sample(np.flatnonzero(subject.loss_mask & ~subject.sampled)):
         yield finding(
             "mask-without-logprob",
             where=subject.where(sample, tokens),
@@ -111,7 +111,10 @@ def mask_without_logprob(subject: Subject) -> Iterator[Finding]:
 
 def advantage_not_finite(subject: Subject) -> Iterator[Finding]:
     """Advantages that make the loss NaN."""
-    bad = subject.loss_mask & ~np.isfinite(subject.advantages)
+    bad = ~np.isfinite(subject.advantages)
+    if not bad.any():
+        return
+    bad &= subject.loss_mask
     for sample, tokens in subject.by_sample(np.flatnonzero(bad)):
         yield finding(
             "advantage-not-finite",

@@ -18,7 +18,7 @@ def version_too_old(subject: Subject) -> Iterator[Finding]:
         return
     version = subject.policy_version
     old = (version < newest - most) & (version != UNKNOWN_VERSION)
-    for run, tokens in subject.by_run(np.flatnonzero(old & subject.loss_mask & (subject.turn >= 0))):
+    for run, tokens in subject.by_run(np.flatnonzero(old & subject.loss_mask & subject.sampled)):
         oldest = int(version[subject.tokens_of(run)][tokens].min())
         yield finding(
             "version-too-old",
@@ -31,7 +31,7 @@ def version_too_old(subject: Subject) -> Iterator[Finding]:
 
 def version_gap(subject: Subject) -> Iterator[Finding]:
     """Sampled tokens without a version in a turn that has one for others."""
-    unknown = (subject.policy_version == UNKNOWN_VERSION) & (subject.turn >= 0)
+    unknown = (subject.policy_version == UNKNOWN_VERSION) & subject.sampled
     for run, tokens in subject.by_run(np.flatnonzero(unknown)):
         versions = subject.policy_version[subject.tokens_of(run)]
         if len(tokens) == len(versions):
@@ -46,15 +46,12 @@ def version_gap(subject: Subject) -> Iterator[Finding]:
 
 def version_mixed(subject: Subject) -> Iterator[Finding]:
     """Turns that several versions of the weights drew."""
-    version, turn = subject.policy_version, subject.turn
+    version, sampled = subject.policy_version, subject.sampled
     # Most changes are where a prompt ends: few are left to look at, whatever the number of tokens.
     at = np.flatnonzero(version[1:] != version[:-1]) + 1
-    at = at[
-        (turn[at] == turn[at - 1]) & (version[at] != UNKNOWN_VERSION) & (version[at - 1] != UNKNOWN_VERSION)
-    ]
-    # A sample that follows another one is no change of weights.
-    changes = np.setdiff1d(at, subject.offsets)
-    for run, tokens in subject.by_run(changes):
+    at = at[sampled[at] & (version[at] != UNKNOWN_VERSION) & (version[at - 1] != UNKNOWN_VERSION)]
+    # Between two turns, and two samples, weights may change.
+    for run, tokens in subject.by_run(at[~subject.begins_run(at)] if len(at) else at):
         versions = version[subject.tokens_of(run)]
         shown = ", ".join(map(str, [versions[0], *versions[tokens]]))
         back = bool((versions[tokens] < versions[tokens - 1]).any())
