@@ -17,8 +17,8 @@ from rlbatch.assemble import to_samples
 from rlbatch.batch import NO_TARGET
 from rlbatch.collate import collate
 from rlbatch.errors import ReplyError
-from rlbatch.records import LayoutArrays, SamplingParams, VersionSpan
-from rlbatch.soundness import check_sound, check_sound_layout
+from rlbatch.records import LayoutArrays, SamplingParams, Usage, VersionSpan
+from rlbatch.soundness import check_sound, check_sound_layout, check_sound_trajectory
 
 PROMPT = [1, 5]
 
@@ -168,6 +168,100 @@ def test_sent_3_a_log_ratio_of_89_is_pointed_out_and_every_metric_stays_finite()
     assert all(np.isfinite(value) for value in verdict.metrics.values())
 
 
+# -- turns: counts, templates, images -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("sampled", "lost"), [(20, slice(5, 13)), (20, slice(0, 12)), (6, slice(2, 3))])
+def test_retok_3_chunks_that_lost_their_ids_are_fewer_than_usage_counts(sampled, lost):
+    ids = np.delete(np.arange(10, 10 + sampled), lost).tolist()
+    made = turn(PROMPT, ids, [-0.5] * len(ids), usage=Usage(num_completion_tokens=sampled))
+    (found,) = check_sound_trajectory(trajectory(made))
+    assert found.code == "usage-mismatch"
+    assert found.found == f"{len(ids)} ids: {sampled - len(ids)} missing"
+    whole = turn(PROMPT, list(range(sampled)), [-0.5] * sampled, usage=Usage(num_completion_tokens=sampled))
+    assert check_sound_trajectory(trajectory(whole)) == ()
+
+
+OPEN, CLOSE, STOP, NEWLINE = 90, 91, 2, 13
+
+
+@pytest.mark.parametrize("num_thoughts", [1, 7, 80])
+def test_tmpl_1_thinking_stripped_from_the_history(num_thoughts):
+    thinking = [OPEN, *range(100, 100 + num_thoughts), CLOSE]
+    first = [*thinking, 7, 8, STOP]
+    kept = turn([*PROMPT, *first, NEWLINE, 30], [9, STOP], [-0.1] * 2)
+    stripped = turn([*PROMPT, 7, 8, STOP, NEWLINE, 30], [9, STOP], [-0.1] * 2)
+    start = turn(PROMPT, first, [-0.1] * len(first))
+    (found,) = check_sound_trajectory(trajectory(start, stripped))
+    assert (found.code, found.where.turn, found.where.start) == ("turn-prefix-broken", 1, 2)
+    assert found.found.startswith("stripped thinking: the first 2 tokens agree")
+    assert f"tokens 2:{2 + len(thinking)} are left out" in found.found
+    assert len(to_samples(trajectory(start, stripped))) == 2
+    assert check_sound_trajectory(trajectory(start, kept)) == ()
+    assert len(to_samples(trajectory(start, kept))) == 1
+
+
+@pytest.mark.parametrize("num_turns", [2, 3, 5])
+def test_tmpl_2_a_newline_lost_after_every_stop_token(num_turns):
+    def rollout(between):
+        turns, history = [], list(PROMPT)
+        for at in range(num_turns):
+            answer = [40 + at, 50 + at, STOP]
+            turns.append(turn(history, answer, [-0.1] * 3))
+            history = [*history, *answer, *between(at), 60 + at, 61]
+        return trajectory(*turns)
+
+    assert check_sound_trajectory(rollout(lambda at: [NEWLINE])) == ()
+    turns = rollout(lambda at: [NEWLINE]).turns
+    # Each later prompt is rendered anew, and lacks the newline that the earlier ones had.
+    prompts = [
+        [token for token in made.prompt_token_ids.tolist() if token != NEWLINE]
+        if at == len(turns) - 1
+        else made.prompt_token_ids.tolist()
+        for at, made in enumerate(turns)
+    ]
+    again = [turn(p, made.completion_token_ids, [-0.1] * 3) for p, made in zip(prompts, turns, strict=True)]
+    found = check_sound_trajectory(trajectory(*again))
+    if num_turns == 2:
+        # Nothing after the stop token was in a prompt before: both are extensions.
+        assert found == ()
+    else:
+        assert [each.code for each in found] == ["turn-prefix-broken"]
+        assert found[0].found.startswith("template suffix: the first 5 tokens agree")
+
+
+@pytest.mark.parametrize("bos", [1, 128000])
+def test_tmpl_4_bos_twice_or_not_at_all(bos):
+    how = provenance(bos_token_id=bos)
+    clean = [sample([bos, 5, 6 + at], [7], [-0.5], provenance=how, trajectory_id=f"{at}") for at in range(4)]
+    assert check_sound(clean, purpose="train") == ()
+    doubled = sample([bos, bos, 5], [7], [-0.5], provenance=how, trajectory_id="2")
+    missing = sample([5, 6], [7], [-0.5], provenance=how, trajectory_id="2")
+    for bad, code in ((doubled, "bos-doubled"), (missing, "bos-missing")):
+        (found,) = check_sound([*clean[:2], bad, clean[3]], purpose="train")
+        assert (found.code, found.where.sample, found.where.start) == (code, 2, 0)
+
+
+@pytest.mark.parametrize(
+    ("num_images", "places", "times"), [(1, 64, 2), (1, 64, 3), (2, 100, 2), (1, 6496, 2)]
+)
+def test_mm_1_placeholders_expanded_twice(num_images, places, times):
+    def prompt(times):
+        return [1, *([5, *[151655] * places * times, 6] * num_images), 9]
+
+    said = Usage(num_prompt_tokens=len(prompt(1)))
+    clean = turn(prompt(1), [7, 2], [-0.1, -0.2], usage=said)
+    assert check_sound_trajectory(trajectory(clean)) == ()
+    twice = turn(prompt(times), [7, 2], [-0.1, -0.2], usage=said)
+    (found,) = check_sound_trajectory(trajectory(twice))
+    assert found.code == "placeholder-count"
+    assert f"{places * (times - 1) * num_images} too many" in found.found
+    # Never expanded: one placeholder stands where the engine counts all of them.
+    once = turn(prompt(1), [7, 2], [-0.1, -0.2], usage=Usage(num_prompt_tokens=len(prompt(2))))
+    (found,) = check_sound_trajectory(trajectory(once))
+    assert (found.code, f"{places * num_images} missing" in found.found) == ("placeholder-count", True)
+
+
 # -- another distribution, another vocabulary ------------------------------------------------------------
 
 
@@ -203,6 +297,41 @@ def test_mask_3_a_live_header_was_never_sampled():
     mask[2:5] = True
     (found,) = check_sound([replace(made, loss_mask=mask)], purpose="train")
     assert (found.code, found.where.start, found.where.stop) == ("mask-without-logprob", 2, 5)
+
+
+@pytest.mark.parametrize("eos", [0, 2, 128001])
+def test_pos_4_pad_is_eos_and_every_true_eos_loses_its_loss(eos):
+    how = provenance(eos_token_ids=(eos,))
+    rows = [
+        sample(PROMPT, [7, 8 + at, eos], [-0.5, -0.25, -0.1], provenance=how, trajectory_id=f"{at}")
+        for at in range(4)
+    ]
+    assert check_sound(rows, purpose="train") == ()
+    # The mask of "ids that are not pad".
+    masked = [replace(made, loss_mask=made.loss_mask & (made.token_ids != eos)) for made in rows]
+    found = check_sound(masked, purpose="train")
+    assert [(each.code, each.where.sample) for each in found] == [("mask-drops-eos", at) for at in range(4)]
+    assert {(each.where.start, each.where.stop) for each in found} == {(4, 5)}
+    (found,) = check_sound([*rows[:3], masked[3]], purpose="train")
+    assert (found.code, found.where.sample) == ("mask-drops-eos", 3)
+
+
+@LAYOUTS
+def test_row_1_reordering_cannot_part_a_sample_from_what_belongs_to_it(layout):
+    rows = [
+        sample(
+            PROMPT, [10 + at] * (at + 2), [-0.1 * (at + 1)] * (at + 2), trajectory_id=f"t{at}", advantage=at
+        )
+        for at in range(4)
+    ]
+    for order in ([3, 1, 0, 2], [1, 0, 3, 2]):
+        batch = collate([rows[at] for at in order], layout=layout)
+        assert [ref.trajectory_id for ref in batch.refs] == [f"t{at}" for at in order]
+        for segment, at in zip(batch.host_segments, order, strict=True):
+            span = (segment.row, slice(segment.start, segment.stop))
+            assert set(batch.advantages[span].tolist()) == {at}
+            assert set(batch.target_ids[span].tolist()) == {10 + at}
+            np.testing.assert_allclose(batch.inference_logprobs[span], -0.1 * (at + 1), rtol=1e-6)
 
 
 def pack(documents, **changes):

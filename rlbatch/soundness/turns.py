@@ -3,6 +3,7 @@
 It belongs between `parse_response` and `to_samples`. Knows no tokenizer.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -16,6 +17,9 @@ from rlbatch.records.structure import kind_of
 
 MIN_PLACEHOLDERS = 4
 """Equal ids in a row of a prompt that are taken for the places of an image."""
+
+MAX_EXPANSIONS = 8
+"""How often one place may have been expanded to be taken for it."""
 
 ENGINES_THAT_SAY_WHY = ("vllm", "sglang")
 """Their `stop_reason` is empty only where the main EOS ended the turn."""
@@ -96,8 +100,8 @@ def _usage(ended: _Ended) -> Iterator[Finding]:
     if said is None or said == counted:
         return
     places, difference = _num_placeholders(ended.turn), abs(said - counted)
-    # Expanded twice, or not at all: by the run that is there, or by a part of it.
-    expanded = places > 0 and (difference % places == 0 or (difference > 1 and places % difference == 0))
+    # Expanded twice, thrice or not at all: what is too many is a good part of the run that is there.
+    expanded = places > 0 and math.gcd(places, difference) >= max(MIN_PLACEHOLDERS, places / MAX_EXPANSIONS)
     yield finding(
         "placeholder-count" if expanded else "usage-mismatch",
         where=ended.where(0, counted),
