@@ -56,7 +56,7 @@ def other_distribution(exhibit: Exhibit, *, floor: float | None, current: bool) 
             best = other
     if not _holds(best, exhibit, floor, current=current):
         return None
-    # Where there is no parameter to choose, any other factor is a rival too: half as much again is not base 2.
+    # With no parameter to choose, any other factor is a rival too: half as much again is not base 2.
     least = max(FAMILY_MIN_MARGIN, FAMILY_MARGIN_SHARE * best.fit.gain)
     if len(best.family.parameters) == 1 and best.fit.free_gain > best.fit.gain + least:
         return None

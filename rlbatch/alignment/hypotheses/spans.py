@@ -34,7 +34,7 @@ class Span:
     stop: int
     is_end: bool
     loud: float
-    """Mean clipped |log_ratio| within, nats."""
+    """Mean clipped |log_ratio| within, without the largest, nats."""
     quiet: float
     """The same without."""
 
@@ -60,12 +60,17 @@ def loud_span(evidence: Evidence) -> Span | None:
     if gains[split] < SPAN_MIN_GAIN or loud[split] < SPAN_FACTOR * quiet[split]:
         return None
     parts = errors[: split + 1], errors[split + 1 :]
-    sizes = float(parts[is_end].mean()), float(parts[not is_end].mean())
+    sizes = _without_largest(parts[is_end]), float(parts[not is_end].mean())
     if sizes[0] < SPAN_LOUD or sizes[1] > SPAN_QUIET:
         return None
     edge = int(at[split + 1])
     start, stop = (edge, len(evidence.trained)) if is_end else (0, edge)
     return Span(start=start, stop=stop, is_end=is_end, loud=sizes[0], quiet=sizes[1])
+
+
+def _without_largest(errors: NDArray[np.float64]) -> float:
+    """Mean of all but one: a single wild token is a ratio-tail, and makes nothing loud."""
+    return float((errors.sum() - errors.max()) / max(len(errors) - 1, 1))
 
 
 def span_cause(evidence: Evidence) -> Finding | None:
