@@ -15,6 +15,7 @@ from torch import Tensor
 from rlbatch.alignment.agreement import Occasion, agree
 from rlbatch.alignment.judge import Judge, Verdict
 from rlbatch.alignment.limits import Limits
+from rlbatch.alignment.logits import LogitsFor
 from rlbatch.alignment.measure import Measured, measure
 from rlbatch.batch import Batch
 from rlbatch.catalogue import finding
@@ -28,6 +29,7 @@ class _Step:
     measured: Sequence[Measured]
     trainer_version: int | None
     limits: Limits
+    logits_for: LogitsFor | None
     group: "dist.ProcessGroup | None"
     is_whole: bool
     """A step that trains nothing is an error; one batch of it may."""
@@ -40,10 +42,13 @@ class _Step:
             AlignmentError: a finding of error level, on this rank or another.
         """
         if self.verdict is None:
-            judge = Judge(trainer_version=self.trainer_version, limits=self.limits)
+            judge = Judge(
+                trainer_version=self.trainer_version, limits=self.limits, logits_for=self.logits_for
+            )
             try:
                 for measured in self.measured:
                     judge.add(measured)
+                judge.settle()
             except Exception as error:
                 if self.group is None:
                     raise
@@ -100,6 +105,7 @@ def require_aligned(
     *,
     trainer_version: int | None,
     limits: Limits = ...,
+    logits_for: LogitsFor | None = ...,
     group: "dist.ProcessGroup | None" = ...,
     defer: bool = ...,
 ) -> Alignment: ...
@@ -110,6 +116,7 @@ def require_aligned(
     *,
     trainer_version: int | None,
     limits: Limits = ...,
+    logits_for: LogitsFor | None = ...,
     group: "dist.ProcessGroup | None" = ...,
     defer: bool = ...,
 ) -> list[Alignment]: ...
@@ -119,6 +126,7 @@ def require_aligned(
     *,
     trainer_version: int | None,
     limits: Limits = Limits(),  # noqa: B008  frozen
+    logits_for: LogitsFor | None = None,
     group: "dist.ProcessGroup | None" = None,
     defer: bool = False,
 ) -> Alignment | list[Alignment]:
@@ -129,6 +137,8 @@ def require_aligned(
         trainer_logprobs: [B, T] float32 or float64, nats, of `batch.target_ids`; one a batch.
         trainer_version: `policy_version` of the trainer's weights; None where they are those that sampled.
         limits: for aggregates; a cause that is found is an error whatever they say.
+        logits_for: gives the trainer's logits for single suspect segments, as `LogitsFor` says; without it
+            some causes cannot be told from each other. `rlbatch.scoring.logits_for(model)` makes one.
         group: processes of one step, which get one verdict; each must call, with its part. None judges this
             process alone, also where torch.distributed runs.
         defer: judge in `Alignment.verify`, `.metrics` or `.warnings` instead, without waiting here.
@@ -158,7 +168,14 @@ def require_aligned(
         errors = agree(Judge(trainer_version=version, limits=limits), occasion, group).verdict().errors
         if errors:
             raise AlignmentError.of(*errors)
-    step = _Step(measured=measured, trainer_version=version, limits=limits, group=group, is_whole=is_whole)
+    step = _Step(
+        measured=measured,
+        trainer_version=version,
+        limits=limits,
+        logits_for=logits_for,
+        group=group,
+        is_whole=is_whole,
+    )
     if not defer:
         step.verify()
     alignments = [

@@ -10,6 +10,8 @@ from rlbatch.records import Sample, Segment, sampled_segments
 
 SHOWS_IN = 16
 """Tokens in which a shift shows: fewer may all be near certain."""
+SHOWS_BELOW = -0.05
+"""Logprob, nats, of a token that can be told from its neighbours."""
 
 
 def shift(sample: Sample, lag: int) -> Sample:
@@ -35,9 +37,11 @@ def shift(sample: Sample, lag: int) -> Sample:
 
 
 def _shifted(sample: Sample, rng: np.random.Generator) -> Sample:
-    lag = int(rng.choice([-3, -2, -1, 1, 2, 3]))
-    # In a handful of tokens it would not show.
-    return shift(sample, lag) if long_segments(sample, min_length=SHOWS_IN + abs(lag)) else sample
+    # In a handful of tokens it would not show, and a larger one takes more to be told.
+    if not long_segments(sample, min_length=SHOWS_IN):
+        return sample
+    is_long = np.count_nonzero(sample.inference_logprobs < SHOWS_BELOW) >= 2 * SHOWS_IN
+    return shift(sample, int(rng.choice([-3, -2, -1, 1, 2, 3] if is_long else [-1, 1])))
 
 
 def _shifted_from(sample: Sample, rng: np.random.Generator) -> Sample:

@@ -91,7 +91,9 @@ def drifted(sample: Sample, where: slice, scale: float, rng: np.random.Generator
     logprobs = sample.inference_logprobs.astype(np.float64)
     part = logprobs[where]
     # A logit that moves by z moves its own logprob by (1 - p) z.
-    logprobs[where] = np.minimum(part - scale * np.expm1(part) * rng.normal(size=len(part)), 0)
+    moved = part - scale * np.expm1(part) * rng.normal(size=len(part))
+    # A logprob stays below 0: what would pass it comes as near as it went beyond.
+    logprobs[where] = np.where(moved < 0, moved, part * np.exp(-np.abs(moved - part)))
     return replace(sample, inference_logprobs=logprobs.astype(np.float32))
 
 

@@ -9,10 +9,12 @@ from rlbatch.scoring.inputs import ModelInputs, model_inputs
 from rlbatch.scoring.isolation import require_packing_isolated
 from rlbatch.scoring.logprobs import logprob_head, trainer_logprobs
 from rlbatch.scoring.model import load_model, model_vocab_size, tokenizer_fingerprint
+from rlbatch.scoring.suspects import logits_for
 
 __all__ = [
     "ModelInputs",
     "load_model",
+    "logits_for",
     "logprob_head",
     "model_inputs",
     "model_vocab_size",
