@@ -1,8 +1,11 @@
 """What a drill found: for each fault planted, what was said of it. Knows nothing of how."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from rlbatch.errors import Finding
 
 DOUBTS = ("unexplained", "kld-high", "ratio-tail")
 """Codes that say something is wrong and not what: no name, right or wrong."""
@@ -19,6 +22,20 @@ class Drilled:
     code: str
     told: str
     """The fault's own code; another one, `unexplained`, or `(nothing)`."""
+
+
+def told(code: str, findings: Sequence[Finding], spoilt: set[int]) -> str:
+    """The word for what was said of the spoilt rows, or of all rows together.
+
+    Another cause counts before the right one: a person who reads both is led astray.
+    """
+    codes = [found.code for found in findings if found.where.sample is None or found.where.sample in spoilt]
+    other = next((each for each in codes if each != code and each not in DOUBTS), None)
+    if other is not None:
+        return other
+    if code in codes:
+        return code
+    return UNEXPLAINED if codes else MISSED
 
 
 @dataclass(slots=True, kw_only=True)

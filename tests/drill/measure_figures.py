@@ -24,9 +24,18 @@ import torch
 from rlbatch.alignment import Judge, measure
 from rlbatch.catalogue import CATALOGUE
 from rlbatch.collate import collate
-from rlbatch.drill import DrillOptions, Noise, Pool, Scores, Tally, load_pool
-from rlbatch.drill.judging import findings_of, trainer_logprobs_of
-from rlbatch.drill.run import one_case, the_faults
+from rlbatch.drill import (
+    DrillOptions,
+    Noise,
+    Pool,
+    Scores,
+    Tally,
+    findings_of,
+    load_pool,
+    one_case,
+    the_faults,
+)
+from rlbatch.drill.judging import trainer_logprobs_of
 from rlbatch.faults import Scored
 from rlbatch.records import Sample
 from rlbatch.scoring import load_model, model_vocab_size
