@@ -110,16 +110,19 @@ def _row_case(
     layout: Layout = "packed" if packed_only else LAYOUTS[case // 2 % len(LAYOUTS)]
     found = findings_of(planted, scores, layout=layout)
     spoilt = {at for at in range(len(rows)) if is_spoilt(planted[at], rows[at], scores)}
-    return Drilled(code=fault.code, told=told(fault.code, found, spoilt))
+    said = told(fault.code, found, spoilt)
+    return Drilled(code=fault.code, told=said, before=rows, after=planted, findings=found)
 
 
 def _set_case(
     fault: SetFault | Fault, case: int, pool: Pool, scores: Scores, rng: np.random.Generator
 ) -> Drilled:
     """A fault of the list: every row counts as spoilt."""
-    planted = fault.plant(in_run(_few(pool.able, rng)), rng, share=_share(case))
+    rows = in_run(_few(pool.able, rng))
+    planted = fault.plant(rows, rng, share=_share(case))
     found = findings_of(planted, scores, layout="packed", set_up=RUN)
-    return Drilled(code=fault.code, told=told(fault.code, found, set(range(len(planted)))))
+    said = told(fault.code, found, set(range(len(planted))))
+    return Drilled(code=fault.code, told=said, before=rows, after=planted, findings=found)
 
 
 def in_run(rows: Sequence[Sample]) -> list[Sample]:

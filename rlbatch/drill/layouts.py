@@ -27,7 +27,8 @@ def layout_case(
     clean, ranks = _clean_for(fault.code, rows)
     planted = fault.plant(clean, rng, share=share)
     found = check_sound_layout(planted, context_parallel=ranks, tensor_parallel=ranks)
-    return Drilled(code=fault.code, told=told(fault.code, found, set(range(len(rows)))))
+    said = told(fault.code, found, set(range(len(rows))))
+    return Drilled(code=fault.code, told=said, before=rows, findings=found)
 
 
 def _clean_for(code: str, rows: Sequence[Sample]) -> tuple[LayoutArrays, int]:

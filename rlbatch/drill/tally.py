@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlbatch.errors import Finding
+from rlbatch.faults import Scored
+from rlbatch.records import Sample
 
 DOUBTS = ("unexplained", "kld-high", "ratio-tail")
 """Codes that say something is wrong and not what: no name, right or wrong."""
@@ -15,13 +17,19 @@ MISSED = "(nothing)"
 SCHEMA = "rlbatch.drill/1"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Drilled:
     """One case: a fault planted, and what was said."""
 
     code: str
     told: str
     """The fault's own code; another one, `unexplained`, or `(nothing)`."""
+    before: Sequence[Sample] = ()
+    """The good rows."""
+    after: Sequence[Sample | Scored] = ()
+    """The same with the fault in some of them; empty where it was planted in a batch's arrays."""
+    findings: Sequence[Finding] = ()
+    """Everything that was said."""
 
 
 def told(code: str, findings: Sequence[Finding], spoilt: set[int]) -> str:
