@@ -14,12 +14,12 @@ from typer.testing import CliRunner
 from rlbatch.catalogue import CATALOGUE, finding
 from rlbatch.cli import app
 from rlbatch.collate import collate
-from rlbatch.drill import Drilled, DrillOptions, Noise, Pool, Scores, Tally, load_pool, run, run_drill
+from rlbatch.drill import Drilled, DrillOptions, Noise, Pool, Scores, Tally, cases, load_pool, run, run_drill
 from rlbatch.drill.judging import findings_of, trainer_logprobs_of
 from rlbatch.drill.pool import num_informative, pool_of
-from rlbatch.drill.run import told
+from rlbatch.drill.tally import told
 from rlbatch.errors import RecordError, StorageError, Where
-from rlbatch.faults import FAULTS, MODEL_FAULTS, Scored, shift
+from rlbatch.faults import FAULTS, LAYOUT_FAULTS, MODEL_FAULTS, SET_FAULTS, Scored, shift
 from rlbatch.records import SamplingParams, identical
 from rlbatch.scoring import load_model, model_vocab_size, trainer_logprobs
 from rlbatch.storage import write_shard
@@ -233,14 +233,16 @@ def few_faults(*codes):
 
 def test_a_gate_that_says_nothing_misses_everything(model, pool, monkeypatch):
     monkeypatch.setattr(run, "the_faults", few_faults("shifted", "logprob-missing"))
-    monkeypatch.setattr(run, "findings_of", lambda *rest, **options: ())
+    for where in (run, cases):
+        monkeypatch.setattr(where, "findings_of", lambda *rest, **options: ())
     tally = run_drill(pool, scores_of(model, pool), DrillOptions(cases=3))
     assert (tally.planted, tally.missed, tally.passed) == (6, 6, False)
 
 
 def test_a_gate_that_cries_at_everything_is_wrong_and_alarms(model, pool, monkeypatch):
     monkeypatch.setattr(run, "the_faults", few_faults("logprob-missing"))
-    monkeypatch.setattr(run, "findings_of", lambda *rest, **options: (say("shifted"),))
+    for where in (run, cases):
+        monkeypatch.setattr(where, "findings_of", lambda *rest, **options: (say("shifted"),))
     tally = run_drill(pool, scores_of(model, pool), DrillOptions(cases=2))
     assert (tally.wrong, tally.named) == (2, 0)
     assert tally.false_alarms == 2
@@ -249,7 +251,8 @@ def test_a_gate_that_cries_at_everything_is_wrong_and_alarms(model, pool, monkey
 
 def test_spoilt_rows_among_the_clean_ones_are_alarms(model, pool, monkeypatch):
     monkeypatch.setattr(run, "the_faults", few_faults("logprob-missing"))
-    spoilt = replace(pool, samples=(shift(pool.able[0], 1), *pool.samples))
+    bad = pool.able[0]
+    spoilt = replace(pool, samples=tuple(shift(each, 1) if each is bad else each for each in pool.samples))
     assert run_drill(spoilt, scores_of(model, pool), DrillOptions(cases=1)).false_alarms == 1
 
 
@@ -285,7 +288,8 @@ def test_the_command_plants_every_fault_and_clean_rows_are_silent(rollouts, tiny
     assert result.stderr == ""
     assert {"planted", "named", "wrong", "unexplained", "missed", "false_alarms", "matrix"} <= set(document)
     told_of = Counter({code: sum(said.values()) for code, said in document["matrix"].items()})
-    assert set(told_of) | set(document["no_place"]) == set(FAULTS) | set(MODEL_FAULTS)
+    every = {*FAULTS, *MODEL_FAULTS, *SET_FAULTS, *LAYOUT_FAULTS}
+    assert {*told_of, *document["no_place"]} == every
     assert document["planted"] == told_of.total()
     assert (document["false_alarms"], document["false_warnings"], document["clean"]) == (0, 0, 102)
     passed = document["wrong"] == document["missed"] == document["false_alarms"] == 0

@@ -1,6 +1,7 @@
 """One step of a trainer on samples at hand: all checks without it, then those with its logprobs."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -12,11 +13,8 @@ from rlbatch.batch import Batch, Layout
 from rlbatch.collate import collate
 from rlbatch.errors import Finding
 from rlbatch.faults import Scored
-from rlbatch.packing import plan_batches
 from rlbatch.records import Origin, Sample
 from rlbatch.soundness import check_sound
-
-MAX_BATCH_TOKENS = 16384
 
 
 class Trainer(Protocol):
@@ -29,17 +27,37 @@ class Trainer(Protocol):
         """The sample with its trainer logprobs; the same for the same sample every time."""
 
 
-def findings_of(rows: Sequence[Sample | Scored], trainer: Trainer, *, layout: Layout) -> tuple[Finding, ...]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetUp:
+    """What a run knows of itself, as `check_sound` takes it."""
+
+    trainer_version: int | None = None
+    max_version_lag: int | None = None
+    group_size: int | None = None
+
+
+def findings_of(
+    rows: Sequence[Sample | Scored], trainer: Trainer, *, layout: Layout, set_up: SetUp = SetUp()
+) -> tuple[Finding, ...]:
     """Everything that training on these rows would be told; `where.sample` is the place in `rows`.
 
     Args:
         rows: samples, which are scored here, or scored ones.
         trainer: whom to ask.
-        layout: of the batches.
+        layout: of the batch.
+        set_up: of the run; without, the weights are those that sampled, and groups are not looked at.
     """
     samples = [row.sample if isinstance(row, Scored) else row for row in rows]
     origins = [Origin(path=None, index=index) for index in range(len(rows))]
-    sound = check_sound(samples, purpose="train", vocab_size=trainer.vocab_size, origins=origins)
+    sound = check_sound(
+        samples,
+        purpose="train",
+        vocab_size=trainer.vocab_size,
+        origins=origins,
+        trainer_version=set_up.trainer_version,
+        max_version_lag=set_up.max_version_lag,
+        group_size=set_up.group_size,
+    )
     faulty = {found.where.sample for found in sound if found.severity == "error"}
     # A fault of all of them together has no place, and nothing is left to compare.
     if None in faulty:
@@ -49,20 +67,16 @@ def findings_of(rows: Sequence[Sample | Scored], trainer: Trainer, *, layout: La
         for row, origin in zip(rows, origins, strict=True)
         if origin.index not in faulty
     ]
-    return (*sound, *_against_trainer(kept, layout))
+    return (*sound, *_against_trainer(kept, layout, set_up.trainer_version))
 
 
-def _against_trainer(rows: Sequence[tuple[Scored, Origin]], layout: Layout) -> tuple[Finding, ...]:
-    """Batches of one step, judged together."""
-    judge = Judge(trainer_version=None)
-    plan = plan_batches(
-        [len(scored.sample) for scored, _ in rows],
-        layout=layout,
-        max_tokens=MAX_BATCH_TOKENS,
-        kinds=[scored.sample.logprobs_modes for scored, _ in rows],
-    )
-    for indices in plan:
-        part = [rows[index] for index in indices]
+def _against_trainer(
+    rows: Sequence[tuple[Scored, Origin]], layout: Layout, trainer_version: int | None
+) -> tuple[Finding, ...]:
+    """One step, judged as one: a batch of each kind of logprobs, which never share one."""
+    judge = Judge(trainer_version=trainer_version)
+    for kind in dict.fromkeys(scored.sample.logprobs_modes for scored, _ in rows):
+        part = [pair for pair in rows if pair[0].sample.logprobs_modes == kind]
         batch = collate(
             [scored.sample for scored, _ in part], layout=layout, origins=[origin for _, origin in part]
         )

@@ -1,8 +1,13 @@
 """What a drill found: for each fault planted, what was said of it. Knows nothing of how."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from rlbatch.errors import Finding
+from rlbatch.faults import Scored
+from rlbatch.records import Sample
 
 DOUBTS = ("unexplained", "kld-high", "ratio-tail")
 """Codes that say something is wrong and not what: no name, right or wrong."""
@@ -12,13 +17,33 @@ MISSED = "(nothing)"
 SCHEMA = "rlbatch.drill/1"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Drilled:
     """One case: a fault planted, and what was said."""
 
     code: str
     told: str
     """The fault's own code; another one, `unexplained`, or `(nothing)`."""
+    before: Sequence[Sample] = ()
+    """The good rows."""
+    after: Sequence[Sample | Scored] = ()
+    """The same with the fault in some of them; empty where it was planted in a batch's arrays."""
+    findings: Sequence[Finding] = ()
+    """Everything that was said."""
+
+
+def told(code: str, findings: Sequence[Finding], spoilt: set[int]) -> str:
+    """The word for what was said of the spoilt rows, or of all rows together.
+
+    Another cause counts before the right one: a person who reads both is led astray.
+    """
+    codes = [found.code for found in findings if found.where.sample is None or found.where.sample in spoilt]
+    other = next((each for each in codes if each != code and each not in DOUBTS), None)
+    if other is not None:
+        return other
+    if code in codes:
+        return code
+    return UNEXPLAINED if codes else MISSED
 
 
 @dataclass(slots=True, kw_only=True)

@@ -20,13 +20,23 @@ from typing import Any
 
 import numpy as np
 import torch
+from truths import is_right
 
 from rlbatch.alignment import Judge, measure
 from rlbatch.catalogue import CATALOGUE
 from rlbatch.collate import collate
-from rlbatch.drill import DrillOptions, Noise, Pool, Scores, Tally, load_pool
-from rlbatch.drill.judging import findings_of, trainer_logprobs_of
-from rlbatch.drill.run import one_case, the_faults
+from rlbatch.drill import (
+    DrillOptions,
+    Noise,
+    Pool,
+    Scores,
+    Tally,
+    findings_of,
+    load_pool,
+    one_case,
+    the_faults,
+)
+from rlbatch.drill.judging import trainer_logprobs_of
 from rlbatch.faults import Scored
 from rlbatch.records import Sample
 from rlbatch.scoring import load_model, model_vocab_size
@@ -88,9 +98,9 @@ def measured(arguments: argparse.Namespace) -> dict[str, Any]:
     pool = pool_of(paths, POOL_SAMPLES)
     scores = Scores(model, vocab_size=model_vocab_size(model), noise=level.noise, calibrate_on=pool.able)
     began = time.monotonic()
-    cases = planted(arguments, level, pool, scores)
+    cases, sizes = planted(arguments, level, pool, scores)
     told(f"{cases.planted} cases in {time.monotonic() - began:.0f} s")
-    part: dict[str, Any] = {"level": arguments.level, "cases": cases.as_json()}
+    part: dict[str, Any] = {"level": arguments.level, "cases": cases.as_json(), "sizes": sizes}
     if arguments.codes is None:
         rows = [scored_only(scores(sample)) for sample in pool_of(paths, sys.maxsize).samples]
         part["clean"] = clean(rows)
@@ -106,10 +116,13 @@ def pool_of(paths: Sequence[Path], max_samples: int) -> Pool:
     return load_pool(paths, Statement(), max_samples=max_samples, rng=rng)
 
 
-def planted(arguments: argparse.Namespace, level: Level, pool: Pool, scores: Scores) -> Tally:
-    """Every fault, `cases` times."""
+def planted(
+    arguments: argparse.Namespace, level: Level, pool: Pool, scores: Scores
+) -> tuple[Tally, dict[str, list[int]]]:
+    """Every fault, `cases` times; and how often the size told was right, of how many."""
     options = DrillOptions(cases=arguments.cases, pooled_tokens=level.pooled_tokens, seed=1)
     tally = Tally()
+    sizes: dict[str, list[int]] = {}
     for fault in the_faults():
         if arguments.codes is not None and fault.code not in arguments.codes:
             continue
@@ -117,10 +130,16 @@ def planted(arguments: argparse.Namespace, level: Level, pool: Pool, scores: Sco
             continue
         for case in range(options.cases):
             drilled = one_case(fault, case, pool, scores, options)
-            if drilled is not None:
-                tally.add(drilled)
-        told(f"{fault.code}: {dict(tally.matrix.get(fault.code, {}))}")
-    return tally
+            if drilled is None:
+                continue
+            tally.add(drilled)
+            right = is_right(drilled)
+            if right is not None:
+                count = sizes.setdefault(fault.code, [0, 0])
+                count[0] += right
+                count[1] += 1
+        told(f"{fault.code}: {dict(tally.matrix.get(fault.code, {}))} {sizes.get(fault.code, '')}")
+    return tally, sizes
 
 
 def scored_only(scored: Scored) -> Scored:

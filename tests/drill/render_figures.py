@@ -14,9 +14,10 @@ from measure_figures import LEVELS
 HEAD = """\
 # What the fire drill finds
 
-Real rollouts of `examples/tinylm`, sampled by vLLM 0.32.0 on CPU, other ones than those on which limits were
-set; measured by `measure_figures.py`. A case is one fault, planted into one of eight rows or into all rows of
-a step. `named`: its own code and no other cause; `wrong`: another cause; `unexplained`: something is wrong,
+Real rollouts of `examples/tinylm`, sampled by vLLM 0.32.0 on CPU, other ones than those on which limits
+were set; measured by `measure_figures.py`. A case is one fault, planted into one of eight rows or into all rows
+of a step. `named`: its own code and no other cause; `size right`: of the named ones, those that say the right
+lag, row or slots too, or the parameter within 5 %; `wrong`: another cause; `unexplained`: something is wrong,
 and not what; `missed`: silence.
 """
 
@@ -37,21 +38,22 @@ def rendered(parts: Path) -> str:
         path = parts / f"{name}.json"
         if path.exists():
             part = json.loads(path.read_text())
-            lines += [f"## {level.words}", "", *_cases(part["cases"]), "", *_clean(part), ""]
+            lines += [f"## {level.words}", "", *_cases(part["cases"], part["sizes"]), "", *_clean(part), ""]
     return "\n".join(lines)
 
 
-def _cases(cases: dict[str, Any]) -> Iterator[str]:
-    yield "| planted | cases | named | wrong | unexplained | missed | said instead |"
-    yield "|---|---|---|---|---|---|---|"
+def _cases(cases: dict[str, Any], sizes: dict[str, list[int]]) -> Iterator[str]:
+    yield "| planted | cases | named | size right | wrong | unexplained | missed | said instead |"
+    yield "|---|---|---|---|---|---|---|---|"
     for code, said in cases["matrix"].items():
         total, named, missed = sum(said.values()), said.get(code, 0), said.get("(nothing)", 0)
         unexplained = 0 if code == "unexplained" else said.get("unexplained", 0)
         wrong = total - named - missed - unexplained
         instead = ", ".join(f"{other} {n}" for other, n in said.items() if other not in (code, "(nothing)"))
-        yield f"| {code} | {total} | {named} | {wrong} | {unexplained} | {missed} | {instead} |"
-    sums = " | ".join(str(cases[name]) for name in ("planted", "named", "wrong", "unexplained", "missed"))
-    yield f"| all | {sums} | |"
+        size = " of ".join(map(str, sizes[code])) if code in sizes else ""
+        yield f"| {code} | {total} | {named} | {size} | {wrong} | {unexplained} | {missed} | {instead} |"
+    sums = " | ".join(str(cases[name]) for name in ("wrong", "unexplained", "missed"))
+    yield f"| all | {cases['planted']} | {cases['named']} | | {sums} | |"
 
 
 def _clean(part: dict[str, Any]) -> Iterator[str]:
