@@ -128,7 +128,7 @@ class Place:
         return sum(self.lengths) != self.num_positions
 
     def without_target(self) -> NDArray[np.int64]:
-        """Positions in the flattened grid of the last token of each sequence, and of what is before its first."""
+        """Where in the flattened grid the last token of each sequence is, and what comes before its first."""
         starts = np.array(self.rows, np.int64) * self.shape[1] + np.array(self.starts, np.int64)
         return np.concatenate([starts[starts > 0] - 1, starts + np.array(self.lengths) - 1])
 

@@ -39,7 +39,12 @@ class Parts:
         sample = np.searchsorted(offsets, starts, side="right") - 1
         moved = np.array(place.starts, np.int64)[sample] - offsets[sample] - 1
         rows = np.array(place.rows, np.int64)[sample]
-        return cls(sample=sample, table=np.column_stack([rows, starts + moved, stops + moved, turn[starts]]))
+        policy_version = np.concatenate([sample.policy_version for sample in samples])
+        return cls(
+            sample=sample,
+            table=np.column_stack([rows, starts + moved, stops + moved, turn[starts]]),
+            versions=_versions(policy_version, starts, stops),
+        )
 
     def segments(self) -> tuple[Segment, ...]:
         """The table's rows."""
