@@ -29,7 +29,7 @@ NO_EXPERT = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleRef:
-    """Which sample a sequence of the batch is, and what no tensor says of it."""
+    """Which sample a sequence of the batch is: what a finding prints."""
 
     path: str | None
     """File it came from, None where it was never stored."""
@@ -40,14 +40,6 @@ class SampleRef:
     group_id: str | None
     token_offset: int
     """Batch position of its token 0 within its row."""
-    num_tokens: int
-    """Its length, without padding."""
-    sibling: int
-    reward: float | None
-    provenances: tuple[Provenance, ...]
-    """Indexed by turn, as in the sample."""
-    finish_reasons: tuple[FinishReason | None, ...]
-    """Indexed by turn; empty where nobody said."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -86,8 +78,8 @@ class Batch:
     attention_mask: Tensor | None = None
     """[B, T] bool, True at tokens, False at padding; None when packed."""
     cu_seqlens: Tensor | None = None
-    """[S+1] int32, where sequences begin and end; None when padded. Where sequences were padded to a multiple,
-    each with its padding; where the row was, the pieces of padding behind them are entries too."""
+    """[S+1] int32, where sequences begin and end, each with its own padding where they were padded to a
+    multiple; where the row was, the pieces of padding behind them are entries too. None when padded."""
     max_seqlen: int | None = None
     """Longest entry of `cu_seqlens`; None when padded."""
     raw_inference_logprobs: Tensor | None = None
@@ -115,10 +107,20 @@ class Batch:
     """One a sequence."""
     purpose: Purpose
     """`audit`: values are raw ones at temperature 1 where the engine gave only those."""
+    sequence_num_tokens: tuple[int, ...]
+    """[S] length of each sequence, without padding."""
     sequence_num_loss_tokens: tuple[int, ...]
     """[S] trained tokens of each sequence."""
     sequence_num_siblings: tuple[int, ...]
     """[S] how many samples the sequence's trajectory became."""
+    sequence_siblings: tuple[int, ...]
+    """[S] which of those it is."""
+    sequence_rewards: tuple[float | None, ...]
+    """[S]"""
+    sequence_provenances: tuple[tuple[Provenance, ...], ...]
+    """[S] of each sequence's turns, those without a segment too."""
+    sequence_finish_reasons: tuple[tuple[FinishReason | None, ...], ...]
+    """[S] of each sequence's turns; empty where nobody said."""
     num_loss_tokens: int
     """Trained tokens. A step's normaliser is the sum over its micro-batches and ranks."""
     num_trajectories: int
@@ -185,8 +187,7 @@ def _alone(buffer: Tensor | None) -> Tensor | None:
 _Context: TypeAlias = tuple[
     tuple[str, ...], tuple[tuple[str, Any], ...], tuple[tuple[str, tuple[int, ...]], ...]
 ]
-"""Names of the tensors; (name, value) of the rest; (name, num_rows) of the media. Two batches of one structure
-have it equal."""
+"""Names of the tensors; (name, value) of the rest; (name, num_rows) of the media: the batch's structure."""
 
 
 def _flatten(batch: Batch) -> tuple[list[Tensor], _Context]:

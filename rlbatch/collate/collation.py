@@ -7,6 +7,7 @@ the layout and the caller need.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -57,24 +58,30 @@ def collate(
     check_samples(samples)
     if not samples:
         raise RecordError("collate: expected at least one sample, found none")
-    origins = origins_of(samples, origins)
+    if origins is not None:
+        origins_of(samples, origins)
     if purpose == "audit":
         samples = [for_audit(sample) for sample in samples]
     place = Place.of([len(sample) for sample in samples], layout, padding)
     parts = Parts.of(samples, place)
     provenances = parts.provenances(samples)
     tensors = _tensors(columns_of(samples, place, padding.token_id), place, parts, allocate)
-    num_loss_tokens = tuple(int(np.count_nonzero(sample.loss_mask[1:])) for sample in samples)
+    num_loss_tokens = _num_loss_tokens(samples)
     return Batch(
         **tensors,
         max_seqlen=max(np.diff(place.boundaries()).tolist()) if layout == "packed" else None,
         host_segments=parts.segments(),
-        segment_versions=parts.versions(tensors["policy_version"].numpy()),
+        segment_versions=parts.versions,
         provenances=provenances,
         refs=_refs(samples, origins, place),
         purpose=purpose,
+        sequence_num_tokens=tuple(place.lengths),
         sequence_num_loss_tokens=num_loss_tokens,
-        sequence_num_siblings=tuple(sample.num_siblings for sample in samples),
+        sequence_num_siblings=tuple([sample.num_siblings for sample in samples]),
+        sequence_siblings=tuple([sample.sibling for sample in samples]),
+        sequence_rewards=tuple([sample.reward for sample in samples]),
+        sequence_provenances=tuple([sample.provenances for sample in samples]),
+        sequence_finish_reasons=tuple([sample.finish_reasons for sample in samples]),
         num_loss_tokens=sum(num_loss_tokens),
         num_trajectories=sum(sample.sibling == 0 for sample in samples),
     )
@@ -121,20 +128,27 @@ def _tensors(columns: Sequence[Column], place: Place, parts: Parts, allocate: Al
     return {**tensors, "buffer": buffer}
 
 
-def _refs(samples: Sequence[Sample], origins: Sequence[Origin], place: Place) -> tuple[SampleRef, ...]:
+def _num_loss_tokens(samples: Sequence[Sample]) -> tuple[int, ...]:
+    """[S] trained tokens of each, but for token 0, which nothing predicts."""
+    masks = [sample.loss_mask for sample in samples]
     return tuple(
-        SampleRef(
-            path=origin.path,
-            index=origin.index,
-            sample_id=sample.sample_id,
-            trajectory_id=sample.trajectory_id,
-            group_id=sample.group_id,
-            token_offset=at,
-            num_tokens=length,
-            sibling=sample.sibling,
-            reward=sample.reward,
-            provenances=sample.provenances,
-            finish_reasons=sample.finish_reasons,
-        )
-        for sample, origin, at, length in zip(samples, origins, place.starts, place.lengths, strict=True)
+        int(count - mask[0]) for mask, count in zip(masks, map(np.count_nonzero, masks), strict=True)
+    )
+
+
+def _refs(samples: Sequence[Sample], origins: Sequence[Origin] | None, place: Place) -> tuple[SampleRef, ...]:
+    paths = repeat(None) if origins is None else (origin.path for origin in origins)
+    indices = range(len(samples)) if origins is None else (origin.index for origin in origins)
+    return tuple(
+        [
+            SampleRef(
+                path=path,
+                index=index,
+                sample_id=sample.sample_id,
+                trajectory_id=sample.trajectory_id,
+                group_id=sample.group_id,
+                token_offset=at,
+            )
+            for sample, path, index, at in zip(samples, paths, indices, place.starts, strict=False)
+        ]
     )

@@ -5,6 +5,7 @@ Each column is written in one pass, one `np.concatenate` into its place, whateve
 predecessor, or the padding before it, has no target, and is written over.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,9 @@ from rlbatch.batch.buffer import Slot
 from rlbatch.collate.place import Place
 from rlbatch.errors import RecordError
 from rlbatch.records import TOKEN_FIELDS, Align, Sample
+
+FILLER_BYTES = 1 << 17
+"""Padding is copied from this much of it at a time, which stays in a core's cache."""
 
 TARGET_FIELDS = tuple(spec for spec in TOKEN_FIELDS if spec.align == "target" and spec.name != "turn")
 """Shifted as they are; `turn` becomes the segments instead."""
@@ -46,9 +50,13 @@ class Column:
     def write(self, out: NDArray[Any], place: Place) -> None:
         """Fill all of [B, T, ...]: nothing of what `out` held stays."""
         flat = out.reshape(place.num_positions, *self.entry)
-        filler = np.broadcast_to(np.array(self.padding, self.dtype), flat.shape)
+        # Contiguous, since numpy copies that faster than it repeats one value.
+        num_entries = max(1, FILLER_BYTES // (self.dtype.itemsize * math.prod(self.entry)))
+        filler = np.full((num_entries, *self.entry), self.padding, self.dtype)
         values = [
-            filler[: length - self.missing] if value is None else value
+            np.full((length - self.missing, *self.entry), self.padding, self.dtype)
+            if value is None
+            else value
             for value, length in zip(self.values, place.lengths, strict=True)
         ]
         pieces = place.pieces(values, filler, missing=self.missing)
@@ -56,9 +64,7 @@ class Column:
             np.concatenate(pieces, out=flat)
             return
         np.concatenate([pieces[0][1:], *pieces[1:], filler[:1]], out=flat)
-        starts = place.flat_starts()
-        flat[starts[starts > 0] - 1] = self.padding
-        flat[starts + np.array(place.lengths) - 1] = self.padding
+        flat[place.without_target()] = self.padding
 
 
 _TORCH = {
@@ -114,15 +120,13 @@ def _routed_experts(samples: Sequence[Sample]) -> list[Column]:
 
 def write_position_ids(out: NDArray[np.int64], place: Place) -> None:
     """Counted from 0 in every sequence, and in every piece of padding."""
-    ramp = np.arange(max(place.shape[1], 1))
+    ramp = np.arange(place.longest_piece)
     pieces = place.pieces([ramp[:length] for length in place.lengths], ramp)
     np.concatenate(pieces, out=out.reshape(-1))
 
 
 def write_attention_mask(out: NDArray[np.bool_], place: Place) -> None:
     """True at tokens."""
-    ones = np.broadcast_to(np.array(True), place.num_positions)
-    pieces = place.pieces(
-        [ones[:length] for length in place.lengths], np.broadcast_to(np.array(False), ones.shape)
-    )
+    ones = np.ones(max(place.lengths), np.bool_)
+    pieces = place.pieces([ones[:length] for length in place.lengths], np.zeros(FILLER_BYTES, np.bool_))
     np.concatenate(pieces, out=out.reshape(-1))

@@ -118,13 +118,19 @@ class Place:
         return self.shape[0] * self.shape[1]
 
     @property
+    def longest_piece(self) -> int:
+        """Of the sequences and of the pieces of padding."""
+        return max(*self.lengths, *self.before, *self.after, *self.behind, 1)
+
+    @property
     def has_padding(self) -> bool:
         """Some position is no token's."""
         return sum(self.lengths) != self.num_positions
 
-    def flat_starts(self) -> NDArray[np.int64]:
-        """[S] position of each token 0 in the flattened grid."""
-        return np.array(self.rows, np.int64) * self.shape[1] + np.array(self.starts, np.int64)
+    def without_target(self) -> NDArray[np.int64]:
+        """Where in the flattened grid the last token of each sequence is, and what comes before its first."""
+        starts = np.array(self.rows, np.int64) * self.shape[1] + np.array(self.starts, np.int64)
+        return np.concatenate([starts[starts > 0] - 1, starts + np.array(self.lengths) - 1])
 
     def pieces(
         self, values: Sequence[NDArray[Any]], filler: NDArray[Any], *, missing: int = 0
@@ -133,19 +139,18 @@ class Place:
 
         Args:
             values: [S] arrays, each as long as its sequence, less `missing`.
-            filler: what a piece of padding of length n is the first n of.
+            filler: what a piece of padding of length n is the first n of; shorter ones are repeated.
             missing: entries that each value lacks in the end; they are filled like padding.
         """
         if not self.has_padding and not missing:
             return list(values)
         pieces: list[NDArray[Any]] = []
         for value, before, after in zip(values, self.before, self.after, strict=True):
-            if before:
-                pieces.append(filler[:before])
+            pieces.extend(filling(before, filler))
             pieces.append(value)
-            if after + missing:
-                pieces.append(filler[: after + missing])
-        pieces.extend(filler[:length] for length in self.behind)
+            pieces.extend(filling(after + missing, filler))
+        for length in self.behind:
+            pieces.extend(filling(length, filler))
         return pieces
 
     def boundaries(self) -> list[int]:
@@ -153,6 +158,11 @@ class Place:
         row_end = self.shape[1]
         behind = (np.cumsum(self.behind) + row_end - sum(self.behind)).tolist()
         return [*self.starts, row_end - sum(self.behind), *behind]
+
+
+def filling(length: int, filler: NDArray[Any]) -> list[NDArray[Any]]:
+    """Pieces of the filler, `length` entries in all."""
+    return [filler[:part] for part in _split(length, len(filler))]
 
 
 def _split(length: int, longest: int) -> Iterator[int]:

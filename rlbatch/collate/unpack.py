@@ -40,7 +40,7 @@ def _turns(batch: Batch) -> NDArray[np.int16]:
 def _sample(batch: Batch, sequence: int, turns: NDArray[np.int16]) -> Sample:
     ref = batch.refs[sequence]
     row = sequence if batch.layout == "padded" else 0
-    at = slice(ref.token_offset, ref.token_offset + ref.num_tokens)
+    at = slice(ref.token_offset, ref.token_offset + batch.sequence_num_tokens[sequence])
     columns = {spec.name: _column(batch, spec, row, at) for spec in TARGET_FIELDS}
     return Sample(
         token_ids=batch.input_ids[row, at].numpy().astype(np.int32),
@@ -50,11 +50,11 @@ def _sample(batch: Batch, sequence: int, turns: NDArray[np.int16]) -> Sample:
         sample_id=ref.sample_id,
         trajectory_id=ref.trajectory_id,
         group_id=ref.group_id,
-        reward=ref.reward,
-        sibling=ref.sibling,
+        reward=batch.sequence_rewards[sequence],
+        sibling=batch.sequence_siblings[sequence],
         num_siblings=batch.sequence_num_siblings[sequence],
-        provenances=ref.provenances,
-        finish_reasons=ref.finish_reasons,
+        provenances=batch.sequence_provenances[sequence],
+        finish_reasons=batch.sequence_finish_reasons[sequence],
     )
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence, Sized
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -134,8 +135,8 @@ class Origin:
     """Its index in that file, or in the list at hand."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Segment:
+# A named tuple: a batch makes thousands, and frozen dataclasses took a tenth of collation's time.
+class Segment(NamedTuple):
     """One run of sampled tokens of one turn: the unit of every statistic and every verdict.
 
     In a `Sample` positions are tokens and `row` is 0; in a `Batch` they are the positions that predict those
@@ -182,7 +183,7 @@ def sampled_segments(turn: NDArray[np.int16], *, row: int = 0) -> list[Segment]:
     """
     if not len(turn):
         return []
-    edges = (np.flatnonzero(np.diff(turn)) + 1).tolist()
+    edges = (np.flatnonzero(turn[1:] != turn[:-1]) + 1).tolist()
     starts, stops = [0, *edges], [*edges, len(turn)]
     return [
         Segment(row=row, start=start, stop=stop, turn=int(turn[start]))
