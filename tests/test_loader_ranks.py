@@ -44,9 +44,11 @@ def test_any_ranks_any_seed_partition_every_epoch(
     steps = {"step_samples": step_samples, "seed": seed, "cost": Cost(quadratic=quadratic)}
     padding = Padding(sequence_multiple=multiple, row_multiple=multiple)
     ranks = loaders(store, num_ranks, layout=layout, padding=padding, steps=steps)
-    expected_length = len(ranks[0])
     batches = [list(loader) for loader in ranks]
-    assert {len(own) for own in batches} == {expected_length}
+    assert len({len(own) for own in batches}) == 1
+    num_steps = -(-len(SAMPLES) // step_samples)
+    assert {loader.num_steps for loader in ranks} == {num_steps}
+    assert {batch.step.step for own in batches for batch in own} == set(range(num_steps))
     assert each_once([batch for own in batches for batch in own], SAMPLES)
     assert all(batch.input_ids.numel() <= 64 for own in batches for batch in own)
 

@@ -12,7 +12,7 @@ from rlbatch.batch import Batch, Layout
 from rlbatch.collate import collate
 from rlbatch.errors import Finding
 from rlbatch.faults import Scored
-from rlbatch.packing import plan_batches
+from rlbatch.packing import Room, plan_batches
 from rlbatch.records import Origin, Sample
 from rlbatch.soundness import check_sound
 
@@ -57,8 +57,7 @@ def _against_trainer(rows: Sequence[tuple[Scored, Origin]], layout: Layout) -> t
     judge = Judge(trainer_version=None)
     plan = plan_batches(
         [len(scored.sample) for scored, _ in rows],
-        layout=layout,
-        max_tokens=MAX_BATCH_TOKENS,
+        Room(layout=layout, max_tokens=MAX_BATCH_TOKENS),
         kinds=[scored.sample.logprobs_modes for scored, _ in rows],
     )
     for indices in plan:

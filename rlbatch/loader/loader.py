@@ -1,6 +1,6 @@
 """`RolloutLoader`: a store in, batches out; what it is told is in `options`."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from time import perf_counter
@@ -21,7 +21,7 @@ from rlbatch.loader.ring import BufferRing
 from rlbatch.loader.steps import Shape
 from rlbatch.loader.store import Store
 from rlbatch.loader.transfer import Transfer
-from rlbatch.packing import Room, plan_ranks, too_long
+from rlbatch.packing import Room, too_long
 
 HELD_BY_CONSUMER = 2
 """Batches that a plain loop holds while it asks for the next: its variable, and the one on its way to it."""
@@ -88,16 +88,11 @@ class RolloutLoader(IterableDataset[Batch]):
         if self._store.is_complete and checks.on_fault == "error":
             self._require_fit()
 
-    def __len__(self) -> int:
-        """Batches of this rank in the present epoch; fewer come where samples are set aside.
-
-        Raises:
-            TypeError: the store is still being written.
-        """
+    @property
+    def num_steps(self) -> int | None:
+        """Steps of the present epoch, those counted of which nothing is left; None while the store grows."""
         steps = self._store.steps_of(self._position.epoch)
-        if steps is None:
-            raise TypeError("a store that is still being written has no length")
-        return sum(map(self._num_batches, steps))
+        return None if steps is None else len(steps)
 
     def __iter__(self) -> "BatchIterator":
         """One epoch, or what is left of it where a state was loaded; an abandoned pass begins anew."""
@@ -179,18 +174,6 @@ class RolloutLoader(IterableDataset[Batch]):
             "max_version_lag": checks.max_version_lag,
             "on_fault": checks.on_fault,
         }
-
-    def _num_batches(self, indices: Sequence[int]) -> int:
-        reader = self._store.reader
-        mixed = len({provenance.logprobs_mode for provenance in reader.provenances}) > 1
-        plan = plan_ranks(
-            reader.lengths[list(indices)].tolist(),
-            self._shape.room,
-            num_ranks=self._steps.num_ranks,
-            cost=self._steps.cost,
-            kinds=[reader[index].logprobs_modes for index in indices] if mixed else None,
-        )
-        return len(plan[0])
 
     def _require_fit(self) -> None:
         excess = too_long(self._store.reader.lengths.tolist(), self._shape.room)
