@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from rlbatch.batch.buffer import Slot, slot_in
+from rlbatch.packing import StepInfo
 from rlbatch.records import FinishReason, Provenance, Purpose, Segment
 
 Layout: TypeAlias = Literal["padded", "packed"]
@@ -125,6 +126,8 @@ class Batch:
     """Trained tokens. A step's normaliser is the sum over its micro-batches and ranks."""
     num_trajectories: int
     """Trajectories that begin in this batch (sibling 0): sums to the step's count, each counted once."""
+    step: StepInfo | None = None
+    """The optimiser step that the batch is part of, and its normalisers; None where no loader said."""
     buffer: Tensor | None = None
     """Flat uint8; the memory under the tensors, each at a multiple of 256 bytes. None where they are tensors
     of their own, as after a map over the pytree."""

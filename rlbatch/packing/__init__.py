@@ -5,12 +5,12 @@ Integers only: knows nothing of what a sample is, of tensors or of files.
 
 from rlbatch.packing.bins import Room, plan_batches, too_long
 from rlbatch.packing.ranks import Cost, balance, imbalance, plan_ranks
-from rlbatch.packing.totals import StepTotals
+from rlbatch.packing.totals import StepInfo
 
 __all__ = [
     "Cost",
     "Room",
-    "StepTotals",
+    "StepInfo",
     "balance",
     "imbalance",
     "plan_batches",

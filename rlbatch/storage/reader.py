@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from rlbatch.records import LogprobsMode, Provenance, Sample
+from rlbatch.records import Provenance, Sample
 from rlbatch.storage.columns import provenance_text
 from rlbatch.storage.files import list_directory, refusal, unusable
 from rlbatch.storage.shard import Shard
@@ -147,13 +147,13 @@ class ShardReader:
         """
         return ShardReader(paths, leftovers=self.leftovers, opened=self)
 
-    def sample_ids(self) -> list[str]:
-        """[N] the id of each sample.
+    def sample_ids(self, *, start: int = 0) -> list[str]:
+        """The id of each sample from `start` on, which is the first of a shard.
 
         Raises:
             StorageError: shard-altered.
         """
-        return [text for shard in self._shards for text in shard.texts("sample_id")]
+        return self._texts("sample_id", start)
 
     def group_ids(self) -> list[str]:
         """[N] the id of each sample's group; the empty text where it is of none.
@@ -161,15 +161,11 @@ class ShardReader:
         Raises:
             StorageError: shard-altered.
         """
-        return [text for shard in self._shards for text in shard.texts("group_id")]
+        return self._texts("group_id", 0)
 
-    def logprobs_modes(self) -> list[frozenset[LogprobsMode]]:
-        """[N] what the logprobs of each sample's turns are of.
-
-        Raises:
-            StorageError: shard-altered.
-        """
-        return [modes for shard in self._shards for modes in shard.logprobs_modes()]
+    def _texts(self, name: str, start: int) -> list[str]:
+        shards = zip(self._shards, self._firsts.tolist(), strict=False)
+        return [text for shard, first in shards if first >= start for text in shard.texts(name)]
 
     def seals(self) -> tuple[str, ...]:
         """The checksum of each shard's header, which holds those of its arrays: equal where contents are."""

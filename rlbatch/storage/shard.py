@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlbatch.errors import StorageError
-from rlbatch.records import TOKEN_FIELDS, FinishReason, LogprobsMode, Provenance, Sample
+from rlbatch.records import TOKEN_FIELDS, FinishReason, Provenance, Sample
 from rlbatch.storage.columns import (
     ARRAYS,
     EXPERT_COLUMNS,
@@ -133,23 +133,6 @@ class Shard:
             return [self._text(name, index) for index in range(len(self))]
         except ValueError as error:
             raise refusal("shard-altered", self.path, expected="text", found=shown(str(error))) from error
-
-    def logprobs_modes(self) -> list[frozenset[LogprobsMode]]:
-        """[N] what the logprobs of each sample's turns are of.
-
-        Raises:
-            StorageError: shard-altered, a sample has a provenance that the shard does not hold.
-        """
-        modes = [provenance.logprobs_mode for provenance in self.provenances]
-        try:
-            return [
-                frozenset(modes[at] for at in self._indices("provenances", index))
-                for index in range(len(self))
-            ]
-        except (ValueError, LookupError) as error:
-            raise refusal(
-                "shard-altered", self.path, expected="indices of provenances", found=shown(str(error))
-            ) from error
 
     def sample(self, index: int) -> Sample:
         """Sample `index`, 0 <= index < N, its arrays views of the file; their checksums are not looked at.
