@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from rlbatch.engines.agreement import refusal as refuse
 from rlbatch.engines.agreement import check_cached, sent_prompts
+from rlbatch.engines.agreement import refusal as refuse
 from rlbatch.engines.body import chunk_refusal, decode, refusal
 from rlbatch.engines.output import EngineOutput
 from rlbatch.engines.request import Prompts, Route, asks_for, contradictions, read_prompts, routing_request

@@ -84,8 +84,7 @@ def check_drawn(
     Example:
         said [{" a": -1.5}], tokens [" a"], values [-1.5] -> agreed; values [-1.25] -> refused
     """
-    # As it should be, and the fastest way to tell: a null has no `get` to ask.
-    if None not in said and list(map(dict.get, said, tokens)) == values:  # type: ignore[arg-type]
+    if all_agree(said, tokens, values):
         return
     for at, (alternatives, token, value) in enumerate(zip(said, tokens, values, strict=True), first):
         if value is None:
@@ -96,6 +95,15 @@ def check_drawn(
             if own == value or _explained(token, own, value, len(alternatives), num_asked):
                 continue
         raise _contradiction(label, at)
+
+
+def all_agree(said: Sequence[Alternatives], tokens: Sequence[str], values: Sequence[float | None]) -> bool:
+    """Whether each token's own logprob is there, which is as it should be: the fastest way to tell.
+
+    Lists are of equal length. False proves nothing: `check_drawn` judges what is not so plain.
+    """
+    # A null has no `get` to ask.
+    return None not in said and list(map(dict.get, said, tokens)) == values  # type: ignore[arg-type]
 
 
 def _explained(token: str, own: float | None, value: float, num_keys: int, num_asked: int | None) -> bool:

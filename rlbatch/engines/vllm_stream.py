@@ -16,7 +16,7 @@ from rlbatch.engines.body import refusal
 from rlbatch.engines.output import EngineOutput
 from rlbatch.engines.request import Route, asked_number, asks_for
 from rlbatch.engines.vllm import outputs_of
-from rlbatch.engines.vllm_alternatives import check_drawn
+from rlbatch.engines.vllm_alternatives import all_agree, check_drawn
 from rlbatch.engines.vllm_chunk import Chunk, ChunkChoice, ChunkLogprobs
 from rlbatch.engines.vllm_reply import Body, Choice, Counts, Entry, Logprobs, Message
 from rlbatch.errors import ReplyError
@@ -171,8 +171,9 @@ class VllmStream:
         if state.finished is not None:
             raise _disorder(choice, "nothing after a finish_reason", "another chunk")
         if choice.logprobs is not None and choice.logprobs.top_logprobs is not None:
-            _check_alternatives(choice.index, choice.logprobs, self._num_asked)
-        _take_prompt(state, choice)
+            _check_alternatives(choice, choice.logprobs, self._num_asked)
+        if choice.prompt_token_ids is not None or choice.delta is not None:
+            _take_prompt(state, choice)
         _take_text(state, choice)
         num_tokens = _take_tokens(state, choice, self._route == "completions")
         if num_tokens and state.last == data:
@@ -185,13 +186,14 @@ class VllmStream:
             raise _disorder(choice, "statements of the whole completion with its finish_reason", found)
 
 
-def _check_alternatives(index: int, logprobs: ChunkLogprobs, num_asked: int | None) -> None:
+def _check_alternatives(choice: ChunkChoice, logprobs: ChunkLogprobs, num_asked: int | None) -> None:
     said, tokens, values = logprobs.top_logprobs or [], logprobs.tokens, logprobs.token_logprobs or []
-    if not len(said) == len(values) == len(values if tokens is None else tokens):
-        found = f"choice {index}: {len(said)} beside {len(values)} logprobs in one chunk"
+    if len(said) != len(values):
+        found = f"choice {choice.index}: {len(said)} beside {len(values)} logprobs in one chunk"
         raise refuse("length-mismatch", "alternatives for each logprob", found)
-    if tokens is not None:
-        check_drawn(f"choice {index}", said, tokens, values, num_asked=num_asked)
+    # Of `tokens` the length is compared where they are taken.
+    if tokens is not None and len(tokens) == len(values) and not all_agree(said, tokens, values):
+        check_drawn(f"choice {choice.index}", said, tokens, values, num_asked=num_asked)
 
 
 def _take_prompt(state: _Growing, choice: ChunkChoice) -> None:
