@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from rlbatch.engines.agreement import refusal as refuse
 from rlbatch.engines.agreement import check_cached, sent_prompts
+from rlbatch.engines.agreement import refusal as refuse
 from rlbatch.engines.body import chunk_refusal, decode, refusal
 from rlbatch.engines.output import EngineOutput
 from rlbatch.engines.request import Prompts, Route, asks_for, contradictions, read_prompts, routing_request
@@ -200,4 +200,4 @@ def _uneven(output: EngineOutput) -> bool:
 def _check_count(name: str, said: int | None, counted: int) -> None:
     if said is not None and said != counted:
         expected = f"usage.{name} equal to the number of ids"
-        raise refuse("statement-contradicted", expected, f"{name} is {said}, the lists have {counted} ids")
+        raise refuse("usage-mismatch", expected, f"{name} is {said}, the lists have {counted} ids")
