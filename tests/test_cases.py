@@ -90,6 +90,29 @@ def test_eos_1_ids_that_lost_their_eos_are_a_length_mismatch_at_the_source():
     assert parse_response(completions_reply([7, 8], [-0.5, -1.0]), provenance=provenance())
 
 
+@pytest.mark.parametrize(("stop_ids", "ends"), [((2, 11), 2), ((2, 11), 11), ((151645,), 151645)])
+def test_eos_2_stop_ids_trimmed_from_the_ids_alone(stop_ids, ends):
+    how = provenance(eos_token_ids=stop_ids)
+    ids, logprobs = [7, 8, 9, ends], [-0.5, -1.0, -0.1, -0.2]
+    assert parse_response(completions_reply(ids, logprobs), provenance=how)
+    with pytest.raises(ReplyError) as caught:
+        parse_response(completions_reply(ids[:-1], logprobs), provenance=how)
+    assert caught.value.code == "length-mismatch"
+    assert (
+        f"the ids lack the stop token ({' or '.join(map(str, stop_ids))})" in caught.value.findings[0].found
+    )
+    with pytest.raises(ReplyError) as caught:
+        parse_response(completions_reply(ids, logprobs[:-1]), provenance=how)
+    assert f"the stop token {ends} at the end of the ids has no logprob" in caught.value.findings[0].found
+
+
+def test_a_difference_that_equals_the_nulls_says_so():
+    with pytest.raises(ReplyError) as caught:
+        parse_response(completions_reply([7, 8], [-0.5, None, None, -1.0, None]), provenance=provenance())
+    assert caught.value.code == "length-mismatch"
+    assert "3 logprobs too many; as many as there are nulls among them" in caught.value.findings[0].found
+
+
 @LAYOUTS
 def test_eos_1_lists_cut_to_one_length_are_shifted(layout):
     values = truth(24)

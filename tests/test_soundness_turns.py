@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from builders import provenance, trajectory, turn
+from transformers import AutoTokenizer
 
 from rlbatch import parse_response
 from rlbatch.errors import RecordError, ReplyError, SoundnessError
@@ -49,8 +50,13 @@ def clean(data_dir):
     ]
 
 
-def test_real_turns_are_sound(clean):
-    assert [found for made in clean for found in check_sound_trajectory(made)] == []
+@pytest.fixture(scope="module")
+def decode(tinylm_dir):
+    return AutoTokenizer.from_pretrained(tinylm_dir).decode
+
+
+def test_real_turns_are_sound(clean, decode):
+    assert [found for made in clean for found in check_sound_trajectory(made, decode=decode)] == []
     assert require_sound_trajectory(clean[0]) is clean[0]
 
 
@@ -74,12 +80,13 @@ def test_every_recorded_reply_that_is_parsed_is_sound(data_dir):
 
 @pytest.mark.parametrize("code", TURN_FAULTS)
 @pytest.mark.parametrize("share", [0.01, 1.0])
-def test_a_planted_fault_is_named_and_nothing_else_is_said(clean, code, share):
+def test_a_planted_fault_is_named_and_nothing_else_is_said(clean, decode, code, share):
     for seed in range(3):
         planted = TURN_FAULTS[code].plant(clean, np.random.default_rng(seed), share=share)
         for new, old in zip(planted, clean, strict=True):
-            codes = {found.code for found in check_sound_trajectory(new)}
-            # What lost its front lost nothing of its end, and so on: one cause, one code.
+            # A text is held against ids only where ids were not lost: one cause, one code.
+            known = decode if code in ("text-mismatch", "placeholder-count") else None
+            codes = {found.code for found in check_sound_trajectory(new, decode=known)}
             assert codes == (set() if new is old else {code})
 
 
@@ -124,6 +131,24 @@ def test_an_engine_that_does_not_say_why_it_stopped_may_have_met_a_stop_string()
 )
 def test_text_ends_with_its_stop_string(text, expected):
     assert told(ended([7, 8], finish_reason="stop", stop_reason=".", text=text)) == expected
+
+
+def test_a_text_is_made_of_what_its_ids_decode_to():
+    words = {7: "one ", 8: "two ", 9: "three", 2: "<eos>"}
+
+    def decode(ids):
+        return "".join(words[token] for token in ids)
+
+    def codes(text, ids=(7, 8, 9, 2)):
+        made = trajectory(ended(list(ids), text=text))
+        return [each.code for each in check_sound_trajectory(made, decode=decode)]
+
+    assert codes("one two three") == []
+    assert codes("two three") == []
+    assert codes("") == codes(None) == []
+    assert codes("two one three") == ["text-mismatch"]
+    assert codes("one two three four") == ["text-mismatch"]
+    assert codes("one two three", ids=(7, 9, 2)) == ["text-mismatch"]
 
 
 def test_errors_are_raised_and_other_things_refused():

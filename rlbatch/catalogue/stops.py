@@ -58,6 +58,15 @@ ENTRIES = (
         fix=EXACT_IDS,
     ),
     Entry(
+        code="text-mismatch",
+        level="sound",
+        severity="error",
+        symptom="The text of a turn is not that of its ids.",
+        check="Every character of the text must come from the tokens' strings, or the decoded ids, in order.",
+        likely="ids and text are of two replies, or one of the two was edited or encoded again",
+        fix="keep ids and text of one reply together; never encode text that the engine has encoded",
+    ),
+    Entry(
         code="placeholder-count",
         level="sound",
         severity="error",

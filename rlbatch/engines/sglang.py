@@ -173,7 +173,7 @@ def _check_counts(
     for name, (said, num) in counted.items():
         if said is not None and num is not None and said != num:
             found = f"{label}: {name} is {said}, the list has {num}"
-            raise refusal("statement-contradicted", f"meta_info.{name} equal to the list it counts", found)
+            raise refusal("usage-mismatch", f"meta_info.{name} equal to the list it counts", found)
     if prompt is not None:
         check_cached(label, meta.cached_tokens, len(prompt))
 

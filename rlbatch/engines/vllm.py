@@ -200,4 +200,4 @@ def _uneven(output: EngineOutput) -> bool:
 def _check_count(name: str, said: int | None, counted: int) -> None:
     if said is not None and said != counted:
         expected = f"usage.{name} equal to the number of ids"
-        raise refuse("statement-contradicted", expected, f"{name} is {said}, the lists have {counted} ids")
+        raise refuse("usage-mismatch", expected, f"{name} is {said}, the lists have {counted} ids")

@@ -162,7 +162,7 @@ class VllmStream:
         counted = len(self._choices[index].ids)
         if usage.completion_tokens is not None and usage.completion_tokens != counted:
             found = f"choice {index}: {usage.completion_tokens} so far, the lists have {counted}"
-            raise refuse("statement-contradicted", "running usage equal to the number of ids", found)
+            raise refuse("usage-mismatch", "running usage equal to the number of ids", found)
 
     def _take(self, choice: ChunkChoice, data: bytes) -> None:
         state = self._choices.get(choice.index)

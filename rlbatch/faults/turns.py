@@ -84,6 +84,13 @@ def _stop_overrun(turn: Turn, rng: np.random.Generator) -> Turn:
     return replace(turn, finish_reason="stop", stop_reason=stop)
 
 
+def _text_mismatch(turn: Turn, rng: np.random.Generator) -> Turn:
+    # Another reply's text: the words of this one from back to front.
+    words = (turn.text or "").split()
+    other = " ".join(reversed(words))
+    return replace(turn, text=other) if len(set(words)) > 3 else turn
+
+
 def _placeholder_count(turn: Turn, rng: np.random.Generator) -> Turn:
     num_places = int(rng.integers(16, 400))
     first, rest = turn.prompt_token_ids[:1], turn.prompt_token_ids[1:]
@@ -108,6 +115,11 @@ TURNS = (
         code="stop-overrun",
         story="The engine went on after the stop string.",
         corrupt=_stop_overrun,
+    ),
+    TurnFault(
+        code="text-mismatch",
+        story="A retry's text was kept beside the first reply's ids.",
+        corrupt=_text_mismatch,
     ),
     TurnFault(
         code="placeholder-count",

@@ -1,19 +1,24 @@
 """`check_sound_trajectory`: what a turn shows that no sample keeps: usage, text, why it stopped.
 
-It belongs between `parse_response` and `to_samples`. Knows no tokenizer.
+It belongs between `parse_response` and `to_samples`. Knows no tokenizer but the `decode` that it is given.
 """
 
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 
 from rlbatch.assemble import prefix_findings
 from rlbatch.catalogue import finding
+from rlbatch.engines.agreement import is_made_of
 from rlbatch.errors import Finding, RecordError, SoundnessError, Where
 from rlbatch.records import Trajectory, Turn
 from rlbatch.records.structure import kind_of
+
+Decode: TypeAlias = Callable[[list[int]], str]
+"""Ids to text, such as a tokenizer's `decode`; special tokens may be in it or not."""
 
 MIN_PLACEHOLDERS = 4
 """Equal ids in a row of a prompt that are taken for the places of an image."""
@@ -32,6 +37,7 @@ class _Ended:
     trajectory_id: str
     index: int
     turn: Turn
+    decode: Decode | None
 
     def where(self, start: int | None = None, stop: int | None = None) -> Where:
         """The turn, or a span of its prompt and completion."""
@@ -55,10 +61,14 @@ class _Ended:
         return len(self.turn.completion_token_ids)
 
 
-def check_sound_trajectory(trajectory: Trajectory) -> tuple[Finding, ...]:
+def check_sound_trajectory(trajectory: Trajectory, *, decode: Decode | None = None) -> tuple[Finding, ...]:
     """Everything that the turns of a rollout show by themselves; no fault of theirs raises.
 
     Tokens in findings are counted in the turn's prompt and completion.
+
+    Args:
+        trajectory: its turns in order.
+        decode: the tokenizer's; without it texts are not held against ids.
 
     Raises:
         RecordError: no Trajectory.
@@ -66,21 +76,22 @@ def check_sound_trajectory(trajectory: Trajectory) -> tuple[Finding, ...]:
     if not isinstance(trajectory, Trajectory):
         raise RecordError(f"trajectory: expected Trajectory, found {kind_of(trajectory)}")
     ended = [
-        _Ended(trajectory_id=trajectory.trajectory_id, index=index, turn=turn)
+        _Ended(trajectory_id=trajectory.trajectory_id, index=index, turn=turn, decode=decode)
         for index, turn in enumerate(trajectory.turns)
     ]
     found = [each for turn in ended for check in TURN_CHECKS for each in check(turn)]
     return (*found, *prefix_findings(trajectory))
 
 
-def require_sound_trajectory(trajectory: Trajectory) -> Trajectory:
-    """The same trajectory, or an error that names every fault in it.
+def require_sound_trajectory(trajectory: Trajectory, *, decode: Decode | None = None) -> Trajectory:
+    """The same trajectory, or an error that names every fault in it; the arguments of the check.
 
     Raises:
         SoundnessError: a finding of error level; warnings pass.
         RecordError: no Trajectory.
     """
-    errors = [found for found in check_sound_trajectory(trajectory) if found.severity == "error"]
+    findings = check_sound_trajectory(trajectory, decode=decode)
+    errors = [found for found in findings if found.severity == "error"]
     if errors:
         raise SoundnessError.of(*errors)
     return trajectory
@@ -171,5 +182,26 @@ def _stop_string(ended: _Ended) -> Iterator[Finding]:
         )
 
 
-TURN_CHECKS: tuple[Callable[[_Ended], Iterator[Finding]], ...] = (_usage, _finish, _stop_added, _stop_string)
+def _text(ended: _Ended) -> Iterator[Finding]:
+    """A text that its ids do not decode to."""
+    text, decode = ended.turn.text, ended.decode
+    if not text or decode is None:
+        return
+    joined = decode(ended.turn.completion_token_ids.tolist())
+    if not is_made_of(text, joined):
+        yield finding(
+            "text-mismatch",
+            where=ended.where(ended.num_prompt, ended.num_prompt + ended.num_completion),
+            expected="a text that is made of what the ids decode to",
+            found=f"a text of {len(text)} characters, {len(joined)} in the decoded ids",
+        )
+
+
+TURN_CHECKS: tuple[Callable[[_Ended], Iterator[Finding]], ...] = (
+    _usage,
+    _text,
+    _finish,
+    _stop_added,
+    _stop_string,
+)
 """Every check on one turn, in the order in which findings are told."""
