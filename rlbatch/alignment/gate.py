@@ -52,7 +52,7 @@ class _Step:
             except Exception as error:
                 if self.group is None:
                     raise
-                judge.findings.append(_failed(error))
+                judge.findings += _told_by(error)
             occasion = Occasion(num_batches=len(self.measured), is_whole=self.is_whole, is_early=False)
             self.verdict = _together(judge, self.group, occasion)
         if self.verdict.errors:
@@ -158,7 +158,7 @@ def require_aligned(
         if group is None:
             raise
         judge = Judge(trainer_version=None, limits=limits)
-        judge.findings += error.findings if isinstance(error, AlignmentError) else (_failed(error),)
+        judge.findings += _told_by(error)
         occasion = Occasion(num_batches=None, is_whole=is_whole, is_early=defer)
         raise AlignmentError.of(*_together(judge, group, occasion).errors) from error
     if group is not None and defer:
@@ -222,12 +222,16 @@ def _together(judge: Judge, group: "dist.ProcessGroup | None", occasion: Occasio
     return judge.verdict()
 
 
-def _failed(error: Exception) -> Finding:
-    return finding(
+def _told_by(error: Exception) -> tuple[Finding, ...]:
+    """What a rank that cannot go on tells the others."""
+    if isinstance(error, AlignmentError):
+        return error.findings
+    failed = finding(
         "batch-mismatch",
         expected="batches and logprobs that can be measured",
         found=f"{type(error).__name__}: {error}",
     )
+    return (failed,)
 
 
 def _nothing_trained(*, is_error: bool) -> Finding:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlbatch.alignment import Judge, measure
+from rlbatch.alignment import Judge, LogitsFor, measure
 from rlbatch.batch import Batch, Layout
 from rlbatch.collate import collate
 from rlbatch.errors import Finding
@@ -74,7 +74,7 @@ def _against_trainer(
     rows: Sequence[tuple[Scored, Origin]], layout: Layout, trainer_version: int | None
 ) -> tuple[Finding, ...]:
     """One step, judged as one: a batch of each kind of logprobs, which never share one."""
-    judge = Judge(trainer_version=trainer_version)
+    judge = Judge(trainer_version=trainer_version, logits_for=_logits_for(rows))
     for kind in dict.fromkeys(scored.sample.logprobs_modes for scored, _ in rows):
         part = [pair for pair in rows if pair[0].sample.logprobs_modes == kind]
         batch = collate(
@@ -82,6 +82,20 @@ def _against_trainer(
         )
         judge.add(measure(batch, trainer_logprobs_of(batch, [scored for scored, _ in part])))
     return judge.verdict().findings
+
+
+def _logits_for(rows: Sequence[tuple[Scored, Origin]]) -> LogitsFor | None:
+    """The rows' own logits; None where they have none."""
+    if not all(scored.logits.shape[1] for scored, _ in rows):
+        return None
+    by_index = {origin.index: scored.logits for scored, origin in rows}
+
+    def answer(batch: Batch, index: int, start: int, stop: int) -> Tensor:
+        ref = batch.ref_of(batch.host_segments[index])
+        first = ref.token_offset
+        return torch.from_numpy(by_index[ref.index][start - first : stop - first])
+
+    return answer
 
 
 def trainer_logprobs_of(batch: Batch, rows: Sequence[Scored]) -> Tensor:

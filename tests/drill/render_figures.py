@@ -14,9 +14,9 @@ from measure_figures import LEVELS
 HEAD = """\
 # What the fire drill finds
 
-Real rollouts of `examples/tinylm`, sampled by vLLM 0.32.0 on CPU, other ones than those on which limits
-were set; measured by `measure_figures.py`. A case is one fault, planted into one of eight rows or into all rows
-of a step. `named`: its own code and no other cause; `size right`: of the named ones, those that say the right
+Real rollouts of `examples/tinylm`, sampled by vLLM 0.32.0 on CPU, other ones than those on which limits were
+set; measured by `measure_figures.py`. A case is one fault, planted into one of eight rows or into all rows of
+a step. `named`: its own code and no other cause; `size right`: of the named ones, those that say the right
 lag, row or slots too, or the parameter within 5 %; `wrong`: another cause; `unexplained`: something is wrong,
 and not what; `missed`: silence.
 """
