@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rlbatch.alignment.limits import ROWS_HEAD
+from rlbatch.alignment.limits import LEFT_FACTOR, LEFT_LEAST, LEFT_MOST, ROWS_HEAD
 from rlbatch.errors import Where
 from rlbatch.records import Provenance
 from rlbatch_kernels import LAGS, RESIDUAL_CLIP
@@ -100,6 +100,13 @@ class Evidence:
             context=replace(self.context, ids=self.context.ids[: self.first_token + stop]),
             ask=None if ask is None else lambda first, last: ask(start + first, start + last),
         )
+
+    @property
+    def most_left(self) -> float:
+        """Mean |difference|, nats, that an explanation may leave: what noise does, where that is known."""
+        if self.floor is None:
+            return LEFT_MOST
+        return min(LEFT_MOST, max(LEFT_LEAST, LEFT_FACTOR * self.floor))
 
     @property
     def ids(self) -> NDArray[np.int64]:

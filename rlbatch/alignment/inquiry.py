@@ -53,7 +53,9 @@ class Inquiry:
         shifts = {
             index: shift for index, each in suspects.items() if (shift := whole_shift(each)) is not None
         }
-        told = shifted_by_rule(suspects, shifts)
+        told: dict[int, Finding] = {}
+        if len(shifts) > 1:
+            told = shifted_by_rule(suspects, shifts, [each.context for each in self._everyone().everyone])
         for index in suspects.keys() - told.keys():
             evidence = suspects[index]
             results = (hypothesis(evidence) for hypothesis in hypotheses_on(evidence))

@@ -9,11 +9,11 @@ from numpy.typing import NDArray
 from rlbatch.alignment.evidence import Evidence
 from rlbatch.alignment.limits import (
     LAG_ACCEPTED_SHARE,
-    LAG_FLOOR,
     LAG_FROM_MIN_VOTES,
     LAG_MIN_PAIRS,
     LAG_MIN_VOTES,
     LAG_VOTE,
+    LEFT_MOST,
     PATH_BLOCK,
     PATH_LAGS,
     PATH_SWITCH,
@@ -41,7 +41,7 @@ def whole_shift(evidence: Evidence, *, min_votes: int = LAG_MIN_VOTES) -> Shift 
     """The lag that explains all of the evidence: a small one, or one of any size where no small one does."""
     near = _best_of(evidence, LAGS, min_votes)
     off = evidence.at_zero()[evidence.usable]
-    if near is not None or not len(off) or off.mean() < LAG_FLOOR:
+    if near is not None or not len(off) or off.mean() < LEFT_MOST:
         return near
     middle = _best_of(evidence, PATH_LAGS, max(min_votes, LAG_FROM_MIN_VOTES))
     if middle is not None:
@@ -58,7 +58,7 @@ def _best_of(evidence: Evidence, lags: Iterable[int], min_votes: int) -> Shift |
     # Strictly: where all values are alike, every lag fits exactly.
     if lag == 0 or residuals[lag] >= LAG_ACCEPTED_SHARE * residuals[0]:
         return None
-    if evidence.comparable and residuals[lag] > LAG_FLOOR:
+    if evidence.comparable and residuals[lag] > evidence.most_left:
         return None
     if len(evidence.at_lag(lag)[0]) < LAG_MIN_PAIRS or not _witnessed(evidence, lag, min_votes):
         return None
@@ -81,7 +81,7 @@ def shift_path(evidence: Evidence) -> tuple[Shift, ...]:
     for start, stop, lag in path:
         part = evidence.part(start, stop)
         if lag == 0:
-            if evidence.comparable and part.usable.any() and part.at_zero()[part.usable].mean() > LAG_FLOOR:
+            if evidence.comparable and part.usable.any() and part.at_zero()[part.usable].mean() > LEFT_MOST:
                 return ()
             continue
         num_moved += stop - start

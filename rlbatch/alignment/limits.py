@@ -84,8 +84,10 @@ LAG_ACCEPTED_SHARE = 0.25
 On recorded rollouts the planted lag leaves at most 0.16 of the next best, truncated sampling included, and
 lag 0 of clean rows at most 0.15 of its next best.
 """
-LAG_FLOOR = 0.25
-"""Most that an accepted lag may leave of comparable values, nats: twice what a KLD of 0.028 leaves."""
+LEFT_MOST = 0.25
+"""Most that an explanation may leave of comparable values, nats: twice what a KLD of 0.028 leaves."""
+LEFT_FACTOR, LEFT_LEAST = 3.0, 0.03
+"""And at most this many times what is usual among segments like it, where that is known, or 0.03 nats."""
 LAG_LEAST = 0.02
 """Mean |log_ratio| at lag 0, nats, below which no lag is looked for: it could not be told from noise."""
 LAG_VOTE = 0.25
@@ -152,10 +154,6 @@ FAMILY_MARGIN_SHARE = 0.03
 """And at least this share of the gain: no grid and no noise model is exact."""
 FAMILY_SIMPLER = 3.0
 """Nats by which a later family must beat an earlier, simpler one."""
-FAMILY_MOST_LEFT = 0.25
-"""Mean |residual|, nats, that an accepted explanation may leave: twice what a KLD of 0.028 leaves."""
-FAMILY_FLOOR_FACTOR = 3.0
-"""And at most this many times what is usual among segments like it, where that is known."""
 FAMILY_OLD_SHARE = 0.1
 """Share of the differences that it may leave of older data, which other weights have moved as well."""
 FAMILY_SLOPE, FAMILY_SLOPE_ERRORS, FAMILY_SLOPE_MOST = 0.05, 3.0, 0.35
@@ -176,7 +174,7 @@ ROWS_HEAD = 64
 """First tokens by which all rows are compared, before the best of them are in full."""
 ROWS_CANDIDATES = 8
 RULE_MIN_ROWS = 3
-"""Shifted rows from which a rule among their lags can be told from chance."""
+"""Rows from which a rule among their lags can be told from chance; one that it leaves in place is one too."""
 
 SPAN_MIN_GAIN = 20.0
 """Log likelihood ratio, nats, of two sizes of differences in one turn over one: the place is chosen too."""
@@ -208,6 +206,10 @@ SLOT_OFF = 2.0
 """Nats by which the trainer must be below the engine at a slot that holds a wrong id."""
 SLOT_FACTOR = 6.0
 """And times what the tokens in their neighbourhood leave."""
+SLOT_TRAINER = -5.0
+"""Trainer logprob, nats, above which a stored id is no stranger to its place."""
+SLOT_AFTER = 8
+"""Tokens after a wrong id that it moves as well."""
 SLOT_MOST = 0.3
 """Most slots, as a share of the tokens: beyond, the row is another row."""
 SLOT_FIT = 0.15

@@ -14,6 +14,7 @@ from rlbatch.alignment.exhibits import Exhibit, exhibit_of, joined
 from rlbatch.alignment.hypotheses.distributions import distribution_finding, other_distribution
 from rlbatch.alignment.hypotheses.passes import trainer_fault
 from rlbatch.alignment.limits import (
+    LEFT_MOST,
     LOOK_MEAN,
     LOOK_TOKENS,
     LOOK_TURN_TOKENS,
@@ -63,7 +64,7 @@ class Pool:
         told = trainer_fault(whole, where=worst.place)
         if told is not None:
             return told
-        winner = other_distribution(whole, floor=None, current=True)
+        winner = other_distribution(whole, most_left=LEFT_MOST, current=True)
         if winner is not None:
             scope = f" of {len(self.exhibits)} turns of one provenance"
             return distribution_finding(winner, whole, where=worst.place, scope=scope)

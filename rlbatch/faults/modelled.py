@@ -69,6 +69,13 @@ def _no_causal_shift(scored: Scored, rng: np.random.Generator) -> Scored:
     return _with_trainer(scored, at, _log_softmax(own)[np.arange(len(at)), scored.sample.token_ids[at]])
 
 
+def _sign_flipped(scored: Scored, rng: np.random.Generator) -> Scored:
+    at = _sampled(scored)
+    if np.count_nonzero(scored.trainer_logprobs[at] < -0.3) < 8:
+        return scored
+    return _with_trainer(scored, at, -scored.trainer_logprobs[at])
+
+
 def _logits_not_logprobs(scored: Scored, rng: np.random.Generator) -> Scored:
     at = _sampled(scored)
     return _with_trainer(scored, at, _predicting(scored, at)[np.arange(len(at)), scored.sample.token_ids[at]])
@@ -181,6 +188,11 @@ MODELLED = (
         code="no-causal-shift",
         story="The trainer scores each token with the logits that follow it.",
         corrupt=_each(_no_causal_shift),
+    ),
+    ModelFault(
+        code="sign-flipped",
+        story="The trainer passed its loss, which is minus the logprob.",
+        corrupt=_each(_sign_flipped),
     ),
     ModelFault(
         code="logits-not-logprobs",

@@ -11,6 +11,10 @@ BLOCK = 16
 """Tokens of one block of an engine's prefix cache (vLLM's default)."""
 
 
+MIN_DISAGREEMENTS = 4
+"""Tokens of a row: fewer are noise in the tails."""
+
+
 def temperature_apart(rng: np.random.Generator) -> float:
     """A temperature from 0.5 to 1.5 that is a tenth or more away from 1: nearer it is no worse than noise."""
     return float(rng.uniform(0.5, 0.9) if rng.integers(2) else rng.uniform(1.1, 1.5))
@@ -100,9 +104,9 @@ def drifted(sample: Sample, where: slice, scale: float, rng: np.random.Generator
 def _confident_disagreement(sample: Sample, rng: np.random.Generator) -> Sample:
     # The engine says one half or more of tokens that the trainer holds to be unlikely.
     unlikely = np.flatnonzero(sample.loss_mask & (sample.inference_logprobs < -2.8))
-    if len(unlikely) < 2:
+    if len(unlikely) < MIN_DISAGREEMENTS:
         return sample
-    some = rng.choice(unlikely, max(2, len(unlikely) // 8), replace=False)
+    some = rng.choice(unlikely, max(MIN_DISAGREEMENTS, len(unlikely) // 8), replace=False)
     logprobs = sample.inference_logprobs.copy()
     logprobs[some] = rng.uniform(-0.6, -0.1, len(some))
     return replace(sample, inference_logprobs=logprobs)

@@ -34,12 +34,6 @@ def _wrong_base(sample: Sample, rng: np.random.Generator) -> Sample:
     return replace(sample, inference_logprobs=sample.inference_logprobs / np.float32(np.log(base)))
 
 
-def _sign_flipped(sample: Sample, rng: np.random.Generator) -> Sample:
-    if len(_informative(sample)) < MIN_SHOWING:
-        return sample
-    return replace(sample, inference_logprobs=-sample.inference_logprobs)
-
-
 def _wrong_ids(sample: Sample, rng: np.random.Generator) -> Sample:
     # One to four slots, some of them neighbours, hold another id than the one drawn.
     segments = long_segments(sample, min_length=16)
@@ -70,11 +64,6 @@ VALUES = (
         code="wrong-base",
         story="The engine reports bits, or a tool wrote base 10.",
         corrupt=_wrong_base,
-    ),
-    Fault(
-        code="sign-flipped",
-        story="A loss, minus the logprob, was stored in its place.",
-        corrupt=_sign_flipped,
     ),
     Fault(
         code="wrong-ids",

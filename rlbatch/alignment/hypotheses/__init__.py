@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from rlbatch.alignment.evidence import Evidence
-from rlbatch.alignment.exhibits import exhibit_of
+from rlbatch.alignment.exhibits import Exhibit, exhibit_of, joined
 from rlbatch.alignment.hypotheses.distributions import distribution_finding, other_distribution
 from rlbatch.alignment.hypotheses.passes import trainer_fault
 from rlbatch.alignment.hypotheses.places import rows_permuted, shifted, shifted_from
@@ -41,11 +41,20 @@ def another_distribution(evidence: Evidence) -> Finding | None:
     exhibit = exhibit_of(evidence, max_tokens=SUSPECT_TOKENS)
     if exhibit is None:
         return None
-    told = trainer_fault(exhibit, where=evidence.place)
+    told = trainer_fault(_beside_first(evidence, exhibit), where=evidence.place)
     if told is not None:
         return told
-    winner = other_distribution(exhibit, floor=evidence.floor, current=evidence.current)
+    winner = other_distribution(exhibit, most_left=evidence.most_left, current=evidence.current)
     return None if winner is None else distribution_finding(winner, exhibit, where=evidence.place)
+
+
+def _beside_first(evidence: Evidence, exhibit: Exhibit) -> Exhibit:
+    """With the first sequence of the same pack, before which there is nothing to leak from."""
+    if not evidence.context.is_packed or evidence.context.index == 0:
+        return exhibit
+    first = next((each for each in evidence.rows().everyone if each.context.index == 0), None)
+    other = None if first is None else exhibit_of(first, max_tokens=SUSPECT_TOKENS)
+    return exhibit if other is None else joined([other, exhibit])
 
 
 SUSPECT_TOKENS = LOOK_TOKENS // 8
@@ -78,18 +87,19 @@ HYPOTHESES: tuple[Hypothesis, ...] = (
     shifted_from,
     shifted,
     rows_permuted,
+    another_distribution,
     zero_filled,
     wrong_ids,
-    span_cause,
-    another_distribution,
     trainer_positive,
     confident_disagreement,
+    span_cause,
     unexplained,
     doubtful,
 )
 """By precedence: the first that finds something is told.
 
-Shifts and other rows move true zeros onto other tokens, so they are asked about before zeros are.
+Shifts and other rows move true zeros onto other tokens, and a kept set of one token makes true zeros, so they
+are asked about before zeros are.
 """
 
 

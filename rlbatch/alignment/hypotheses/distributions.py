@@ -10,18 +10,15 @@ import numpy as np
 from rlbatch.alignment.exhibits import Exhibit
 from rlbatch.alignment.hypotheses.families import FAMILIES, Family
 from rlbatch.alignment.limits import (
-    FAMILY_FLOOR_FACTOR,
     FAMILY_MARGIN_SHARE,
     FAMILY_MIN_GAIN,
     FAMILY_MIN_INFORMATIVE,
     FAMILY_MIN_MARGIN,
-    FAMILY_MOST_LEFT,
     FAMILY_OLD_SHARE,
     FAMILY_SIMPLER,
     FAMILY_SLOPE,
     FAMILY_SLOPE_ERRORS,
     FAMILY_SLOPE_MOST,
-    OUTLIER_LEAST,
 )
 from rlbatch.alignment.tournament import Fit, fit
 from rlbatch.catalogue import finding
@@ -36,12 +33,12 @@ class Winner:
     fit: Fit
 
 
-def other_distribution(exhibit: Exhibit, *, floor: float | None, current: bool) -> Winner | None:
+def other_distribution(exhibit: Exhibit, *, most_left: float, current: bool) -> Winner | None:
     """The family that explains the values and what is stated does not; None where none does, or two do.
 
     Args:
         exhibit: what is judged.
-        floor: nats that noise leaves in segments like it, where that is known.
+        most_left: mean |residual|, nats, that noise may leave.
         current: of the trainer's own weights. Values of older ones are off anyway: what explains them must
             explain nearly all.
     """
@@ -54,7 +51,7 @@ def other_distribution(exhibit: Exhibit, *, floor: float | None, current: bool) 
     for other in fits[1:]:
         if other.fit.gain > best.fit.gain + FAMILY_SIMPLER:
             best = other
-    if not _holds(best, exhibit, floor, current=current):
+    if not _holds(best, exhibit, most_left, current=current):
         return None
     # With no parameter to choose, any other factor is a rival too: half as much again is not base 2.
     least = max(FAMILY_MIN_MARGIN, FAMILY_MARGIN_SHARE * best.fit.gain)
@@ -64,12 +61,9 @@ def other_distribution(exhibit: Exhibit, *, floor: float | None, current: bool) 
     return best if best.fit.gain - max(rivals, default=0.0) >= least else None
 
 
-def _holds(best: Winner, exhibit: Exhibit, floor: float | None, *, current: bool) -> bool:
+def _holds(best: Winner, exhibit: Exhibit, most_left: float, *, current: bool) -> bool:
     low, high = best.family.neutral
     found = best.fit
-    most_left = FAMILY_MOST_LEFT
-    if floor is not None:
-        most_left = min(most_left, max(OUTLIER_LEAST, FAMILY_FLOOR_FACTOR * floor))
     if not current:
         off = np.minimum(np.abs(exhibit.inference - exhibit.stated), 4.0).mean()
         most_left = min(most_left, FAMILY_OLD_SHARE * float(off))

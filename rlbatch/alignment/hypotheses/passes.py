@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlbatch.alignment.exhibits import Exhibit
-from rlbatch.alignment.limits import AGAIN_MEAN, LAG_ACCEPTED_SHARE, LAG_FLOOR
+from rlbatch.alignment.limits import AGAIN_MEAN, LAG_ACCEPTED_SHARE, LEFT_MOST
 from rlbatch.catalogue import finding
 from rlbatch.errors import Finding, Where
 from rlbatch_kernels import RESIDUAL_CLIP
@@ -22,7 +22,7 @@ def trainer_fault(exhibit: Exhibit, *, where: Where) -> Finding | None:
     if apart < AGAIN_MEAN:
         return None
     told = f"{apart:.3g} nats from the logprobs of its logits over {len(exhibit.trainer)} tokens"
-    least = min(LAG_FLOOR, LAG_ACCEPTED_SHARE * apart)
+    least = min(LEFT_MOST, LAG_ACCEPTED_SHARE * apart)
     if _mean(exhibit.trainer - exhibit.target_logits) < least:
         return _told("logits-not-logprobs", where, f"{told}; the logits themselves leave nothing")
     has_next = np.isfinite(exhibit.own_position)

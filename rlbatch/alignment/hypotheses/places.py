@@ -1,16 +1,17 @@
 """Values of other places: of a neighbouring token, from some token on, or of another row of the batch."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rlbatch.alignment.evidence import Evidence
+from rlbatch.alignment.evidence import Context, Evidence
 from rlbatch.alignment.lags import Shift, shift_path, whole_shift
 from rlbatch.alignment.limits import (
     LAG_ACCEPTED_SHARE,
-    LAG_FLOOR,
     LAG_VOTE,
+    PATH_LAGS,
     ROWS_CANDIDATES,
     ROWS_HEAD,
     ROWS_MIN_TOKENS,
@@ -18,7 +19,7 @@ from rlbatch.alignment.limits import (
     RULE_MIN_ROWS,
 )
 from rlbatch.catalogue import finding
-from rlbatch.errors import Finding
+from rlbatch.errors import Finding, Where
 from rlbatch_kernels import RESIDUAL_CLIP
 
 Values = NDArray[np.float64]
@@ -42,7 +43,14 @@ def shifted_from(evidence: Evidence) -> Finding | None:
 def shifted(evidence: Evidence) -> Finding | None:
     """Another lag than 0 explains the whole segment."""
     shift = whole_shift(evidence)
-    return None if shift is None else _shift_finding("shifted", evidence, shift)
+    if shift is None:
+        return None
+    if abs(shift.lag) > max(PATH_LAGS):
+        # So far away, another row may fit as well, and better.
+        row = _best_row(evidence)
+        if row is not None and row.left < evidence.residuals((shift.lag,))[shift.lag]:
+            return None
+    return _shift_finding("shifted", evidence, shift)
 
 
 def _shift_finding(code: str, evidence: Evidence, shift: Shift, more: str = "") -> Finding:
@@ -69,37 +77,72 @@ def _likely(lag: int) -> str:
     return f"the list of logprobs lost {entries} in front that the list of ids still has"
 
 
-def shifted_by_rule(suspects: Mapping[int, Evidence], shifts: Mapping[int, Shift]) -> dict[int, Finding]:
+def shifted_by_rule(
+    suspects: Mapping[int, Evidence], shifts: Mapping[int, Shift], everyone: Sequence[Context]
+) -> dict[int, Finding]:
     """Rows whose lags follow their prompt, their padding or their number; by the key of the segment.
 
     Args:
         suspects: evidence of every segment that is worth a look.
         shifts: the lag of each of them that one lag explains.
+        everyone: of all segments of the batch, by key.
     """
-    told = [key for key in shifts if not shifts[key].rivals]
-    if len(told) < RULE_MIN_ROWS or len({shifts[key].lag for key in told}) < 2:
+    certain = [key for key in shifts if not shifts[key].rivals]
+    in_place = [key for key in range(len(everyone)) if key not in suspects]
+    if len(certain) < 2 or len({shifts[key].lag for key in certain}) < 2:
         return {}
-    lags = np.array([shifts[key].lag for key in told])
-    rules = {
-        "its prompt's length": [suspects[key].context.prompt_length for key in told],
-        "its padding": [suspects[key].context.padding for key in told],
-        "its number in the batch": [suspects[key].context.index for key in told],
-    }
-    for name, values in rules.items():
+    for name, quantity in RULES:
         for sign in (1, -1):
-            constant = np.unique(lags - sign * np.array(values))
-            if len(constant) == 1:
-                more = (
-                    f"; the lag is {'minus ' if sign < 0 else ''}{name} {constant[0]:+d}, in {len(told)} rows"
-                )
+            constants = {shifts[key].lag - sign * quantity(everyone[key]) for key in certain}
+            if len(constants) != 1:
+                continue
+            (constant,) = constants
+            lags = {key: constant + sign * quantity(everyone[key]) for key in shifts}
+            num_rows = len(certain) + sum(constant + sign * quantity(everyone[key]) == 0 for key in in_place)
+            told = [key for key in shifts if lags[key] in (shifts[key].lag, *shifts[key].rivals)]
+            if num_rows >= RULE_MIN_ROWS:
+                more = f"; the lag is {'minus ' if sign < 0 else ''}{name} {constant:+d}, in {num_rows} rows"
                 return {
                     key: _shift_finding("shifted-by-rule", suspects[key], shifts[key], more) for key in told
                 }
     return {}
 
 
+RULES: tuple[tuple[str, Callable[[Context], int]], ...] = (
+    ("its prompt's length", lambda context: context.prompt_length),
+    ("its padding", lambda context: context.padding),
+    ("its number in the batch", lambda context: context.index),
+)
+"""What a lag may follow, in words and as a number."""
+
+
 def rows_permuted(evidence: Evidence) -> Finding | None:
     """The values are those of another segment of the batch."""
+    row = _best_row(evidence)
+    if row is None:
+        return None
+    owner = row.owner
+    return finding(
+        "rows-permuted",
+        where=evidence.place,
+        expected="each row's logprobs agree best with its own trainer logprobs",
+        found=f"mean |log_ratio| {row.off:.3g} nats to its own, {row.left:.3g} to those of sample "
+        f"{owner.sample}, trajectory {owner.trajectory!r}, turn {owner.turn}, tokens {owner.start}:{owner.stop}",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Row:
+    """Another segment that explains what the own one does not."""
+
+    owner: Where
+    off: float
+    """Mean clipped |difference| to the own trainer logprobs, nats."""
+    left: float
+    """The same to the other's."""
+
+
+def _best_row(evidence: Evidence) -> _Row | None:
     num_usable = int(evidence.usable.sum())
     if not evidence.comparable or num_usable < ROWS_MIN_TOKENS:
         return None
@@ -113,18 +156,10 @@ def rows_permuted(evidence: Evidence) -> Finding | None:
     if not fits:
         return None
     left, off, best = min(fits)
-    if left > min(LAG_FLOOR, LAG_ACCEPTED_SHARE * off) or not _row_witnessed(
-        *_against(evidence, others[best])
-    ):
+    if left > min(evidence.most_left, LAG_ACCEPTED_SHARE * off):
         return None
-    owner = others[best].place
-    return finding(
-        "rows-permuted",
-        where=evidence.place,
-        expected="each row's logprobs agree best with its own trainer logprobs",
-        found=f"mean |log_ratio| {off:.3g} nats to its own, {left:.3g} to those of sample {owner.sample}, "
-        f"trajectory {owner.trajectory!r}, turn {owner.turn}, tokens {owner.start}:{owner.stop}",
-    )
+    witnessed = _row_witnessed(*_against(evidence, others[best]))
+    return _Row(owner=others[best].place, off=off, left=left) if witnessed else None
 
 
 def _candidates(evidence: Evidence) -> list[int]:

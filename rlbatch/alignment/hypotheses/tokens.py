@@ -10,10 +10,12 @@ from rlbatch.alignment.limits import (
     CONFIDENT_MIN_SHARE,
     CONFIDENT_MIN_TOKENS,
     CONFIDENT_OFF,
+    SLOT_AFTER,
     SLOT_FACTOR,
     SLOT_FIT,
     SLOT_MOST,
     SLOT_OFF,
+    SLOT_TRAINER,
     SPAN_QUIET,
 )
 from rlbatch.catalogue import finding
@@ -26,13 +28,18 @@ def wrong_ids(evidence: Evidence) -> Finding | None:
     if evidence.ask is None or not len(slots) or not evidence.comparable:
         return None
     rest = evidence.usable.copy()
-    rest[slots] = False
+    for slot in slots:
+        rest[slot : slot + SLOT_AFTER] = False
     noise = float(evidence.at_zero()[rest].mean()) if rest.any() else 0.0
     if noise > SPAN_QUIET:
         return None
-    fits = [_another_fits(evidence, int(slot), SLOT_FIT * (1 + noise)) for slot in slots]
-    if not all(fits):
+    within = SLOT_FIT * (1 + noise)
+    fits = np.array([_another_fits(evidence, int(slot), within) for slot in slots])
+    # What follows a wrong id is unlikely too, and no other id explains it.
+    first = np.diff(slots, prepend=-SLOT_AFTER - 1) > SLOT_AFTER
+    if not fits[first].all():
         return None
+    slots = slots[fits]
     tokens = ", ".join(str(evidence.first_token + int(slot)) for slot in slots[:8])
     log_ratio = evidence.log_ratio()
     return finding(
@@ -49,7 +56,7 @@ def _slots(evidence: Evidence) -> NDArray[np.intp]:
     """Isolated tokens that the trainer holds to be far less likely than the engine did."""
     usable = evidence.usable
     log_ratio = evidence.log_ratio()
-    low = usable & (log_ratio < -SLOT_OFF)
+    low = usable & (log_ratio < -SLOT_OFF) & (evidence.trainer < SLOT_TRAINER)
     rest = np.abs(log_ratio[usable & ~low])
     if not len(rest) or low.sum() > SLOT_MOST * usable.sum():
         return np.array([], np.intp)
@@ -81,7 +88,7 @@ def confident_disagreement(evidence: Evidence) -> Finding | None:
     if len(bad) < max(CONFIDENT_MIN_TOKENS, CONFIDENT_MIN_SHARE * usable.sum()):
         return None
     rest = evidence.at_zero()[usable & ~sure]
-    if not len(rest) or rest.mean() > SPAN_QUIET:
+    if not len(rest) or rest.mean() > min(SPAN_QUIET, evidence.most_left):
         return None
     ask = "" if evidence.ask is not None else "; whether other ids fit takes logits_for"
     return finding(

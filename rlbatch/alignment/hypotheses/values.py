@@ -6,7 +6,7 @@ from numpy.typing import NDArray
 from rlbatch.alignment.evidence import Evidence
 from rlbatch.alignment.limits import (
     LAG_ACCEPTED_SHARE,
-    LAG_FLOOR,
+    LEFT_MOST,
     SIGN_MIN_TOKENS,
     ZERO_MIN_EVIDENCE,
     ZERO_OLD_MIN_EVIDENCE,
@@ -40,9 +40,9 @@ def sign_flipped(evidence: Evidence) -> Finding | None:
     left = np.minimum(np.abs(trainer + inference), RESIDUAL_CLIP)
     above = {"engine": inference > POSITIVE_TOLERANCE, "trainer": trainer > POSITIVE_TOLERANCE}
     side = max(above, key=lambda name: int(above[name].sum()))
-    if np.count_nonzero(above[side] & (off - left > LAG_FLOOR)) < SIGN_MIN_TOKENS:
+    if np.count_nonzero(above[side] & (off - left > LEFT_MOST)) < SIGN_MIN_TOKENS:
         return None
-    if left.mean() > min(LAG_FLOOR, LAG_ACCEPTED_SHARE * off.mean()):
+    if left.mean() > min(LEFT_MOST, LAG_ACCEPTED_SHARE * off.mean()):
         return None
     return finding(
         "sign-flipped",
