@@ -64,15 +64,14 @@ def collate(
         samples = [for_audit(sample) for sample in samples]
     place = Place.of([len(sample) for sample in samples], layout, padding)
     parts = Parts.of(samples, place)
-    provenances = parts.provenances(samples)
     tensors = _tensors(columns_of(samples, place, padding.token_id), place, parts, allocate)
-    num_loss_tokens = _num_loss_tokens(samples)
+    num_loss_tokens = tuple([sample.num_loss_tokens for sample in samples])
     return Batch(
         **tensors,
         max_seqlen=max(np.diff(place.boundaries()).tolist()) if layout == "packed" else None,
-        host_segments=parts.segments(),
+        host_segments=parts.segments,
         segment_versions=parts.versions,
-        provenances=provenances,
+        provenances=parts.provenances,
         refs=_refs(samples, origins, place),
         purpose=purpose,
         sequence_num_tokens=tuple(place.lengths),
@@ -114,7 +113,7 @@ def _tensors(columns: Sequence[Column], place: Place, parts: Parts, allocate: Al
         slots["attention_mask"] = Slot(dtype=torch.bool, shape=place.shape)
     else:
         slots["cu_seqlens"] = Slot(dtype=torch.int32, shape=(len(packed),))
-    slots["segments"] = Slot(dtype=torch.int32, shape=parts.table.shape)
+    slots["segments"] = Slot(dtype=torch.int32, shape=(len(parts.segments), 4))
     buffer, views = place_slots(list(slots.values()), allocate)
     tensors = dict(zip(slots, views, strict=True))
     for column in columns:
@@ -124,16 +123,8 @@ def _tensors(columns: Sequence[Column], place: Place, parts: Parts, allocate: Al
         write_attention_mask(tensors["attention_mask"].numpy(), place)
     else:
         tensors["cu_seqlens"].numpy()[:] = packed
-    tensors["segments"].numpy()[:] = parts.table
+    tensors["segments"].numpy()[:] = parts.table()
     return {**tensors, "buffer": buffer}
-
-
-def _num_loss_tokens(samples: Sequence[Sample]) -> tuple[int, ...]:
-    """[S] trained tokens of each, but for token 0, which nothing predicts."""
-    masks = [sample.loss_mask for sample in samples]
-    return tuple(
-        int(count - mask[0]) for mask, count in zip(masks, map(np.count_nonzero, masks), strict=True)
-    )
 
 
 def _refs(samples: Sequence[Sample], origins: Sequence[Origin] | None, place: Place) -> tuple[SampleRef, ...]:
