@@ -498,8 +498,9 @@ def test_clean_a_healthy_batch_with_a_kld_of_0_028(layout):
 def test_clean_exact_zeros_of_a_kept_set_of_one(sampling):
     how = provenance(sampling=SamplingParams(temperature=1.0, **sampling))
     verdict = judged([[0.0, 0.0, -0.4, 0.0]], [[-0.3, -0.1, -0.9, -0.6]], purpose="audit", provenance=how)
-    assert told(verdict) == [("incomparable", 0)]
-    assert verdict.findings[0].severity == "warning"
+    # Of kept sets the trainer can find its own; of what a grammar leaves it knows nothing.
+    assert told(verdict) == ([] if how.keeps_set else [("incomparable", 0)])
+    assert all(found.severity == "warning" for found in verdict.findings)
 
 
 def test_clean_data_several_versions_old():

@@ -152,11 +152,24 @@ def test_an_audit_takes_greedy_turns_and_only_warns_of_incomparable_ones():
     greedy = sample([1], [7], [-0.1], provenance=provenance(sampling=SamplingParams(temperature=0.0)))
     assert codes(check_sound([greedy], purpose="train")) == ["greedy-sampled"]
     assert check_sound([greedy], purpose="audit") == ()
-    cut = sample([1], [7], [-0.1], provenance=provenance(sampling=SamplingParams(temperature=1.0, top_p=0.8)))
+    how = provenance(sampling=SamplingParams(temperature=1.0, top_p=0.8, presence_penalty=0.5))
+    cut = sample([1], [7], [-0.1], provenance=how)
     (found,) = check_sound([cut], purpose="audit")
     assert (found.code, found.severity) == ("incomparable", "warning")
-    assert "temperature 1, top_p 0.8" in found.found
-    assert check_sound([cut], purpose="train")[0].severity == "error"
+    assert "temperature 1, top_p 0.8, presence_penalty 0.5" in found.found
+    for purpose in ("train", "train-truncated"):
+        (found,) = check_sound([cut], purpose=purpose)
+        assert (found.code, found.severity) == ("incomparable", "error")
+
+
+def test_truncated_turns_are_trained_only_where_that_is_asked_for():
+    how = provenance(sampling=SamplingParams(temperature=1.0, top_p=0.8))
+    cut = sample([1], [7], [-0.1], provenance=how)
+    assert codes(check_sound([cut], purpose="train")) == ["incomparable"]
+    assert check_sound([cut], purpose="train-truncated") == ()
+    assert check_sound([cut], purpose="audit") == ()
+    greedy = sample([1], [7], [-0.1], provenance=provenance(sampling=SamplingParams(temperature=0.0)))
+    assert codes(check_sound([greedy], purpose="train-truncated")) == ["greedy-sampled"]
 
 
 def test_untrained_turns_may_be_anything():

@@ -2,9 +2,9 @@
 
 An engine that reports logprobs after truncation renormalises them over its kept set, so a trainer's are
 compared over the same set. `Truncation` finds it from the trainer's own logits as vLLM does: logits over
-temperature; then min_p, then top_k, then top_p of what is left. Ties are vLLM's too (its PyTorch path): all
-that equal the k-th are kept; of those at the edge of the nucleus the highest ids. `KeptIds` replays sets that
-were recorded.
+temperature; then min_p, then top_k, then top_p of what is left. All that equal the k-th are kept, as in its
+PyTorch path (its Triton kernel keeps k). Of equals at the edge of a nucleus it keeps as many as are needed;
+which, its sort decides; here the target is one of them, since it was drawn. `KeptIds` replays recorded sets.
 
 A target outside its set has probability 0 there, so its logprob is -inf, and says so. Knows nothing of how
 logprobs are computed: a set only puts -inf where a tile of logits lies outside.
@@ -81,13 +81,13 @@ def select_kept(kept: object, trained: Trained, *, vocab_size: int, like: tuple[
 
 
 class _Recomputed:
-    """Sets by rule: of each row the lowest logit that is kept, and among those equal to it the lowest id.
+    """Sets by rule: of each row the lowest logit kept, and from which id on those equal to it are.
 
     Both are found in one dtype and shape of tile and used in the same, so that the edge itself stays inside.
     """
 
     def __init__(self, trained: Trained, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> None:
-        self._temperature = trained.temperature
+        self._temperature, self._target_ids = trained.temperature, trained.target_ids
         self._top_k, self._top_p, self._min_p = top_k, top_p, min_p
         self._largest_k = int(top_k.max()) if len(top_k) else 0
         self._any_top_p, self._any_min_p = bool((top_p < 1).any()), bool((min_p > 0).any())
@@ -106,8 +106,13 @@ class _Recomputed:
         first_id = torch.zeros_like(self._first_id[rows])
         truncated = (self._top_p[rows] < 1).nonzero()[:, 0] if self._any_top_p else ()
         if len(truncated):
-            edge = _nucleus_edge(scaled[truncated], self._top_p[rows][truncated], CANDIDATES)
-            lowest[truncated], first_id[truncated] = edge[0].double(), edge[1]
+            nucleus = _Nucleus(
+                scaled=scaled[truncated],
+                top_p=self._top_p[rows][truncated],
+                target_ids=self._target_ids[rows][truncated],
+            )
+            edge, first_id[truncated] = nucleus.edge(CANDIDATES)
+            lowest[truncated] = edge.double()
             self._any_tie |= bool(first_id.any())
         self._lowest[rows], self._first_id[rows] = lowest, first_id
 
@@ -118,7 +123,8 @@ class _Recomputed:
         outside = scaled < lowest
         if self._any_tie:
             ids = torch.arange(first_column, first_column + logits.shape[-1], device=logits.device)
-            outside |= (scaled == lowest) & (ids < self._first_id[rows].unsqueeze(-1))
+            is_early = ids < self._first_id[rows].unsqueeze(-1)
+            outside |= (scaled == lowest) & is_early & (ids != self._target_ids[rows].unsqueeze(-1))
         logits.masked_fill_(outside, -math.inf)
 
     def _scaled(self, logits: Tensor, rows: slice) -> Tensor:
@@ -160,41 +166,56 @@ def _exclude_beyond_top_k(scaled: Tensor, top_k: Tensor, largest_k: int) -> None
     scaled.masked_fill_((scaled < kth) & ~is_off.unsqueeze(-1), -math.inf)
 
 
-def _nucleus_edge(scaled: Tensor, top_p: Tensor, num_candidates: int) -> tuple[Tensor, Tensor]:
-    """The edge of top_p [n] in [n, V] logits over temperature.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Nucleus:
+    """What top_p keeps of n rows."""
 
-    A token is kept where the probabilities before it, in falling order, sum to less than p: vLLM adds them
-    from the other end, and removes what sums to at most 1 - p.
+    scaled: Tensor
+    """[n, V] logits over temperature, -inf where another rule has excluded."""
+    top_p: Tensor
+    """[n] float64."""
+    target_ids: Tensor
+    """[n] int64."""
 
-    Returns:
-        [n] the lowest logit that is kept, and [n] int64 the lowest id of it that is.
-    """
-    vocab_size = scaled.shape[-1]
-    best = scaled.topk(min(num_candidates, vocab_size)).values
-    mass = (best - scaled.logsumexp(-1, keepdim=True)).double().exp()
-    before = mass.cumsum(-1) - mass
-    # What min_p or top_k excluded stays out, though a rounded sum may never reach p. At least one is kept,
-    # for NaN, which is less than nothing: it is then the edge, excludes nothing, and is seen.
-    num_kept = ((before < top_p.unsqueeze(-1)) & (best > -math.inf)).sum(-1).clamp_(min=1)
-    lowest = best.gather(-1, num_kept.unsqueeze(-1) - 1)
-    first_id = _first_kept_id(scaled, lowest, num_kept - (best > lowest).sum(-1))
-    lowest = lowest.squeeze(-1)
-    beyond = (num_kept == best.shape[-1]).nonzero()[:, 0] if best.shape[-1] < vocab_size else ()
-    if len(beyond):
-        lowest[beyond], first_id[beyond] = _nucleus_edge(scaled[beyond], top_p[beyond], vocab_size)
-    return lowest, first_id
+    def edge(self, num_candidates: int) -> tuple[Tensor, Tensor]:
+        """[n] the lowest logit that is kept; [n] int64 the id from which on those equal to it are.
 
+        A token is kept where the probabilities before it, in falling order, sum to less than p: vLLM adds
+        them from the other end, and removes what sums to at most 1 - p.
+        """
+        vocab_size = self.scaled.shape[-1]
+        best = self.scaled.topk(min(num_candidates, vocab_size)).values
+        mass = (best - self.scaled.logsumexp(-1, keepdim=True)).double().exp()
+        before = mass.cumsum(-1) - mass
+        # What min_p or top_k excluded stays out, though a rounded sum may never reach p. At least one is
+        # kept: NaN, which is less than nothing, is then the edge, excludes nothing, and is seen.
+        num_kept = ((before < self.top_p.unsqueeze(-1)) & (best > -math.inf)).sum(-1).clamp_(min=1)
+        lowest = best.gather(-1, num_kept.unsqueeze(-1) - 1)
+        first_id = self._first_id(lowest, num_kept - (best > lowest).sum(-1))
+        lowest = lowest.squeeze(-1)
+        beyond = (num_kept == best.shape[-1]).nonzero()[:, 0] if best.shape[-1] < vocab_size else ()
+        if len(beyond):
+            lowest[beyond], first_id[beyond] = self._part(beyond).edge(vocab_size)
+        return lowest, first_id
 
-def _first_kept_id(scaled: Tensor, lowest: Tensor, num_kept: Tensor) -> Tensor:
-    """[n] the lowest id kept of those whose logit is `lowest` [n, 1]: the last `num_kept` [n] of them are."""
-    equal = scaled == lowest
-    num_removed = equal.sum(-1) - num_kept
-    first_id = torch.zeros_like(num_removed)
-    tied = (num_removed > 0).nonzero()[:, 0]
-    if len(tied):
-        is_kept = equal[tied].cumsum(-1) > num_removed[tied].unsqueeze(-1)
-        first_id[tied] = is_kept.int().argmax(-1)
-    return first_id
+    def _part(self, rows: Tensor) -> "_Nucleus":
+        return _Nucleus(scaled=self.scaled[rows], top_p=self.top_p[rows], target_ids=self.target_ids[rows])
+
+    def _first_id(self, lowest: Tensor, num_kept: Tensor) -> Tensor:
+        """[n]; of those equal to `lowest` [n, 1] `num_kept` [n] are kept: the last, the target among them."""
+        equal = self.scaled == lowest
+        num_removed = equal.sum(-1) - num_kept
+        first_id = torch.zeros_like(num_removed)
+        tied = (num_removed > 0).nonzero()[:, 0]
+        if len(tied):
+            rank, targets = equal[tied].cumsum(-1), self.target_ids[tied].unsqueeze(-1)
+            most = num_removed[tied].unsqueeze(-1)
+            # An early target takes the place of one of the last.
+            is_early = equal[tied].gather(-1, targets) & (rank.gather(-1, targets) <= most)
+            # Beyond the last column where the target is all that is kept.
+            is_kept = torch.nn.functional.pad(rank > most + is_early, (0, 1), value=True)
+            first_id[tied] = is_kept.int().argmax(-1)
+        return first_id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from rlbatch.alignment.drift import Drift, age_of, drift_findings, metrics
 from rlbatch.alignment.evidence import Evidence
 from rlbatch.alignment.inquiry import Inquiry
+from rlbatch.alignment.kept_sets import outside, outside_finding
 from rlbatch.alignment.limits import Limits
 from rlbatch.alignment.logits import LogitsFor
 from rlbatch.alignment.measure import COLUMN, Measured
@@ -87,6 +88,9 @@ class Judge:
         self.findings += [_ratio_tail(inquiry.evidence(int(at)), self.limits) for at in np.flatnonzero(tails)]
         self.num_excluded_segments += int((~kept).sum())
         self._pool(inquiry, kept, set(told))
+        beyond = kept & (table[:, COLUMN["num_trainer_not_finite"]] > 0)
+        for index in np.flatnonzero(beyond).tolist():
+            self._tell_outside(inquiry.evidence(index), int(ages[index]))
 
     def settle(self) -> None:
         """Judge what pools of segments show together: then findings and drift are complete."""
@@ -147,6 +151,13 @@ class Judge:
                 if index not in told:
                     pool.look_at(inquiry.evidence(index))
 
+    def _tell_outside(self, evidence: Evidence, age: int) -> None:
+        """Tokens outside the trainer's own kept set: pointed out, and counted in their pool."""
+        found = outside_finding(evidence)
+        if found is not None:
+            self.findings.append(found)
+            self.pools[evidence.provenance].drift.add_outside(age, int(outside(evidence).sum()))
+
 
 DOUBTS = ("unexplained", "kld-high")
 """Codes that leave open what is wrong, even as warnings: with one of them nothing is called sound."""
@@ -154,10 +165,10 @@ DOUBTS = ("unexplained", "kld-high")
 
 def _incomparable(batch: Batch, index: int) -> Finding:
     provenance = batch.provenances[index]
-    greedy = batch.purpose == "train" and provenance.sampling.greedy
+    greedy = batch.purpose != "audit" and provenance.sampling.greedy
     return finding(
         "greedy-sampled" if greedy else "incomparable",
-        severity="error" if batch.purpose == "train" else "warning",
+        severity="warning" if batch.purpose == "audit" else "error",
         where=place_of(batch, index),
         expected="logprobs that the trainer can compute from its logits and a temperature alone",
         found=f"{provenance.logprobs_mode} logprobs of tokens sampled with {in_force(provenance)}",

@@ -60,8 +60,9 @@ class Scene:
         segment = self.batch.host_segments[index]
         here = (segment.row, slice(segment.start, segment.stop))
         place = place_of(self.batch, index)
-        asking = None
-        if self.logits_for is not None:
+        asking, provenance = None, self.batch.provenances[index]
+        # What is predicted from logits is predicted over the whole softmax, which these values are not of.
+        if self.logits_for is not None and not provenance.renormalised(self.batch.purpose):
             asking = partial(self._ask, self.logits_for, index, place)
         return Evidence(
             trainer=self.trainer[here],
@@ -69,7 +70,7 @@ class Scene:
             trained=self.loss_mask[here],
             versions=self.versions[here],
             divisor=float(self.temperature[segment.row, segment.start]),
-            provenance=self.batch.provenances[index],
+            provenance=provenance,
             comparable=comparable,
             current=current,
             place=place,

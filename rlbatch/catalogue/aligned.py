@@ -22,6 +22,15 @@ ENTRIES = (
         fix="look for the first non-finite activation; the gate ran before any gradient",
     ),
     Entry(
+        code="outside-kept-set",
+        level="aligned",
+        severity="warning",
+        symptom="A sampled token is outside the kept set that the trainer's own logits give.",
+        check="Trainer logprob -inf where logprobs are renormalised over kept sets; left out of every ratio.",
+        likely="rounding at the edge of the set; many: other weights, or other sampling parameters",
+        fix="nothing for one token in hundreds; else compare the provenance with the request that was sent",
+    ),
+    Entry(
         code="shifted",
         level="aligned",
         severity="error",

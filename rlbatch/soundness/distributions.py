@@ -13,7 +13,9 @@ from rlbatch.soundness.values import found_text
 
 _EXPECTED = {
     "train": "logprobs of the distribution sampled from, which logits and a temperature alone determine",
-    "audit": "logprobs of the model's softmax at one temperature",
+    "train-truncated": "logprobs of the distribution sampled from, which logits, a temperature and kept sets "
+    "by vLLM's rule determine",
+    "audit": "logprobs of the model's softmax at one temperature, or over kept sets by vLLM's rule",
 }
 
 
@@ -74,7 +76,7 @@ def incomparable(subject: Subject) -> Iterator[Finding]:
     purpose = subject.expected.purpose
 
     def refused(provenance: Provenance) -> bool:
-        told_as_greedy = purpose == "train" and provenance.sampling.greedy
+        told_as_greedy = purpose != "audit" and provenance.sampling.greedy
         return not provenance.comparable(purpose) and not told_as_greedy
 
     bad = subject.per_run(refused, "bool")
@@ -82,7 +84,7 @@ def incomparable(subject: Subject) -> Iterator[Finding]:
         provenance = subject.provenance_of(run)
         yield finding(
             "incomparable",
-            severity="error" if purpose == "train" else "warning",
+            severity="warning" if purpose == "audit" else "error",
             where=subject.where_run(run),
             expected=_EXPECTED[purpose],
             found=f"{provenance.logprobs_mode} logprobs of tokens sampled with {in_force(provenance)}",

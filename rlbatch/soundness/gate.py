@@ -106,7 +106,7 @@ def check_sound(
         subject = Subject.of(part, scratch)
         num_trained += int(np.count_nonzero(subject.loss_mask))
         findings += [found for check in CHECKS for found in check(subject)]
-    if purpose == "train":
+    if purpose != "audit":
         findings += [found for check in SET_CHECKS for found in check(members)]
     # Sample by sample, as they lie in the list, and of one sample in the order of the checks.
     place = {(origin.path, origin.index): at for at, origin in enumerate(origins)} if findings else {}

@@ -65,7 +65,7 @@ def version_mixed(subject: Subject) -> Iterator[Finding]:
 
 
 def _severity(subject: Subject) -> Severity:
-    return "error" if subject.expected.purpose == "train" else "warning"
+    return "warning" if subject.expected.purpose == "audit" else "error"
 
 
 def _share(subject: Subject, run: int, tokens: NDArray[np.intp]) -> str:

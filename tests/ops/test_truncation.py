@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kept_by_hand import kept_by_hand
 from torch import Tensor
 
 from rlbatch_kernels import (
@@ -26,28 +27,6 @@ from rlbatch_kernels import (
 PROBABILITIES = (0.15, 0.5, 0.05, 0.3)
 
 
-def kept_by_hand(scaled: list[float], *, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> list[int]:
-    """Ids that are kept of logits over temperature, in float64: min_p, then top_k, then top_p of the rest."""
-    ids = [i for i, value in enumerate(scaled) if value > -math.inf]
-    best = max(scaled)
-    if min_p > 0:
-        ids = [i for i in ids if math.exp(scaled[i] - best) >= min_p]
-    if 0 < top_k < len(scaled) and top_k < len(ids):
-        kth = sorted((scaled[i] for i in ids), reverse=True)[top_k - 1]
-        ids = [i for i in ids if scaled[i] >= kth]
-    if top_p < 1:
-        total = math.fsum(math.exp(scaled[i] - best) for i in ids)
-        rising = sorted(ids, key=lambda i: (scaled[i], i))
-        mass, removed = 0.0, set()
-        # The last is never removed.
-        for i in rising[:-1]:
-            mass += math.exp(scaled[i] - best) / total
-            if mass <= 1 - top_p:
-                removed.add(i)
-        ids = [i for i in ids if i not in removed]
-    return ids
-
-
 def logprobs_of_all(logits: Tensor, kept: Any, **options: Any) -> Tensor:
     """[V] logprob of every id of one row [V] of logits."""
     size = logits.shape[-1]
@@ -61,11 +40,11 @@ def logprobs_of_all(logits: Tensor, kept: Any, **options: Any) -> Tensor:
 
 
 def expected_of_all(logits: Tensor, ids: list[int], temperature: float = 1.0) -> Tensor:
-    """[V] float64: the definition, over the ids that are kept."""
+    """[V] float64: the definition, over the ids that are kept, or others equal to the last of them."""
     scaled = logits.double() / temperature
-    out = torch.full_like(scaled, -math.inf)
-    out[ids] = scaled[ids] - scaled[ids].logsumexp(-1)
-    return out
+    inside = scaled == scaled[ids].min()
+    inside[ids] = True
+    return (scaled - scaled[ids].logsumexp(-1)).where(inside, -math.inf)
 
 
 def normal(*shape: int, scale: float = 3.0, seed: int = 0) -> Tensor:
@@ -114,10 +93,26 @@ def test_all_that_equal_the_kth_are_kept() -> None:
     assert found.tolist() == pytest.approx([-math.log(3), -math.inf, -math.log(3), -math.log(3)])
 
 
-def test_of_equals_at_the_edge_of_the_nucleus_the_highest_ids_are_kept() -> None:
-    # Four of a quarter: two and a bit of them reach .6, so three are kept.
-    found = logprobs_of_all(torch.zeros(4), Truncation(top_p=0.6))
-    assert found.tolist() == pytest.approx([-math.inf, *[-math.log(3)] * 3])
+def test_of_equals_at_the_edge_of_the_nucleus_as_many_as_needed_are_kept_and_the_target_is_one() -> None:
+    # Four of a quarter: two and a bit of them reach .6, so three are kept, whichever.
+    logits = torch.zeros(4, 4, dtype=torch.float64, requires_grad=True)
+    found = token_logprobs(
+        logits,
+        torch.arange(4),
+        temperature=1.0,
+        mask=torch.ones(4, dtype=torch.bool),
+        kept=Truncation(top_p=0.6),
+    )
+    assert found.tolist() == pytest.approx([-math.log(3)] * 4)
+    found.sum().backward()
+    # Over the set that has the target: 2/3 to it, -1/3 to each of the two others.
+    expected = torch.tensor([[2, 0, -1, -1], [0, 2, -1, -1], [0, -1, 2, -1], [0, -1, -1, 2]]) / 3
+    torch.testing.assert_close(logits.grad, expected.double(), atol=1e-7, rtol=0)
+
+
+def test_a_target_that_equals_the_one_token_kept_is_that_token() -> None:
+    found = logprobs_of_all(torch.tensor([1.0, 1.0, 0.0]), Truncation(top_p=0.3))
+    assert found.tolist() == [0.0, 0.0, -math.inf]
 
 
 def sampled(vocab_size: int, seed: int, step: float) -> Tensor:

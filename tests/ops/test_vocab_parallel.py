@@ -28,7 +28,7 @@ def normal(*shape: int, scale: float = 1.0, seed: int = 0) -> Tensor:
 
 
 def problem() -> dict[str, Tensor]:
-    """Nine positions, eight trained; a column of -inf, and a row with nothing else in the first shard of three."""
+    """Nine positions, all but one trained; an excluded column, and a row with a whole shard excluded."""
     logits = normal(9, VOCAB_SIZE, scale=3)
     logits[:, 11] = -math.inf
     logits[3, :500] = -math.inf

@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlbatch.alignment.evidence import Evidence
+from rlbatch.alignment.kept_sets import is_renormalised
 from rlbatch.alignment.limits import (
     DOUBT_DROPS_FROM,
     DOUBT_MEAN,
@@ -68,6 +69,8 @@ def _untold(evidence: Evidence) -> str:
     """What could not be asked."""
     if evidence.ask is not None:
         return ""
+    if is_renormalised(evidence):
+        return "; over kept sets no temperature, truncation, penalty or wrong id can be told"
     return "; without logits_for no temperature, truncation, penalty or wrong id can be told"
 
 

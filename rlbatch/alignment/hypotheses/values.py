@@ -4,6 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlbatch.alignment.evidence import Evidence
+from rlbatch.alignment.kept_sets import outside
 from rlbatch.alignment.limits import (
     LAG_ACCEPTED_SHARE,
     LEFT_MOST,
@@ -20,8 +21,8 @@ from rlbatch_kernels import RESIDUAL_CLIP
 
 
 def trainer_not_finite(evidence: Evidence) -> Finding | None:
-    """NaN or infinity on the trainer's side."""
-    bad = np.flatnonzero(evidence.trained & ~np.isfinite(evidence.trainer))
+    """NaN or infinity on the trainer's side, but for -inf of a token outside its kept set."""
+    bad = np.flatnonzero(evidence.trained & ~np.isfinite(evidence.trainer) & ~outside(evidence))
     if not len(bad):
         return None
     return finding(
