@@ -193,8 +193,8 @@ class _Nucleus:
         lowest = best.gather(-1, num_kept.unsqueeze(-1) - 1)
         first_id = self._first_id(lowest, num_kept - (best > lowest).sum(-1))
         lowest = lowest.squeeze(-1)
-        beyond = (num_kept == best.shape[-1]).nonzero()[:, 0] if best.shape[-1] < vocab_size else ()
-        if len(beyond):
+        beyond = (num_kept == best.shape[-1]).nonzero()[:, 0]
+        if len(beyond) and best.shape[-1] < vocab_size:
             lowest[beyond], first_id[beyond] = self._part(beyond).edge(vocab_size)
         return lowest, first_id
 
