@@ -3,13 +3,15 @@
 The table decides what is suspect, at no cost; only suspects are copied to the host and diagnosed.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlbatch.alignment.evidence import Evidence, Rows
-from rlbatch.alignment.hypotheses import hypotheses_on, off_from
+from rlbatch.alignment.hypotheses import EXACT, SINGLE, Hypothesis, first_found, off_from
 from rlbatch.alignment.hypotheses.passes import leak_by_index
 from rlbatch.alignment.hypotheses.places import shifted_by_rule
 from rlbatch.alignment.lags import whole_shift
@@ -30,7 +32,7 @@ from rlbatch.soundness.values import POSITIVE_TOLERANCE
 from rlbatch_kernels import LAGS
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False)
 class Inquiry:
     """One measured batch under suspicion."""
 
@@ -45,24 +47,37 @@ class Inquiry:
     _scene: Scene | None = field(default=None)
     _rows: Rows | None = field(default=None)
 
-    def findings(self) -> dict[int, Finding]:
-        """What is found, by segment; at most one finding each."""
-        suspects = {index: self.evidence(index) for index in np.flatnonzero(self._suspect()).tolist()}
-        if not suspects:
-            return self._leaks({})
+    def exact(self) -> dict[int, Finding]:
+        """What exact hypotheses find, by segment; at most one finding each."""
+        if not self._suspects:
+            return {}
         shifts = {
-            index: shift for index, each in suspects.items() if (shift := whole_shift(each)) is not None
+            index: shift for index, each in self._suspects.items() if (shift := whole_shift(each)) is not None
         }
         told: dict[int, Finding] = {}
         if len(shifts) > 1:
-            told = shifted_by_rule(suspects, shifts, [each.context for each in self._everyone().everyone])
-        for index in suspects.keys() - told.keys():
-            evidence = suspects[index]
-            results = (hypothesis(evidence) for hypothesis in hypotheses_on(evidence))
-            found = next((found for found in results if found is not None), None)
+            contexts = [each.context for each in self._everyone().everyone]
+            told = shifted_by_rule(self._suspects, shifts, contexts)
+        return self._with(told, EXACT, set())
+
+    def single(self, told: Collection[int]) -> dict[int, Finding]:
+        """What is found of suspects besides those of which something is told already."""
+        return self._leaks(self._with({}, SINGLE, set(told)))
+
+    def _with(
+        self, told: dict[int, Finding], hypotheses: tuple[Hypothesis, ...], without: set[int]
+    ) -> dict[int, Finding]:
+        for index, evidence in self._suspects.items():
+            if index in told or index in without:
+                continue
+            found = first_found(evidence, hypotheses)
             if found is not None:
                 told[index] = found
-        return self._leaks(dict(sorted(told.items())))
+        return told
+
+    @cached_property
+    def _suspects(self) -> dict[int, Evidence]:
+        return {index: self.evidence(index) for index in np.flatnonzero(self._suspect()).tolist()}
 
     def evidence(self, index: int) -> Evidence:
         """What there is on one segment."""

@@ -3,6 +3,7 @@
 One `Judge` sees one step, or one file: limits apply to what it has seen together.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -76,18 +77,29 @@ class Judge:
         inquiry = Inquiry(
             measured=measured, table=table, comparable=comparable, ages=ages, logits_for=self.logits_for
         )
-        told = inquiry.findings()
+        told = inquiry.exact()
+        looked = self._look(inquiry, set(told))
+        single = inquiry.single([*told, *looked])
         self.findings += told.values()
         explained = np.zeros(len(table), bool)
-        explained[[index for index, found in told.items() if found.severity == "error"]] = True
+        errors = [at for at, found in (told | single).items() if found.severity == "error"]
+        explained[[*errors, *looked]] = True
         refused = ~comparable & (table[:, COLUMN["count"]] > 0)
         self.all_comparable &= not refused.any()
         self.findings += [_incomparable(batch, int(index)) for index in np.flatnonzero(refused & ~explained)]
         kept = comparable & ~explained
         tails = kept & (table[:, COLUMN["max_abs_log_ratio"]] > self.limits.ratio_tail)
-        self.findings += [_ratio_tail(inquiry.evidence(int(at)), self.limits) for at in np.flatnonzero(tails)]
+        for at in np.flatnonzero(tails).tolist():
+            self._pool_of(batch.provenances[at]).findings.append(
+                _ratio_tail(inquiry.evidence(at), self.limits)
+            )
+        for at, found in single.items():
+            self._pool_of(batch.provenances[at]).findings.append(found)
         self.num_excluded_segments += int((~kept).sum())
-        self._pool(inquiry, kept, set(told))
+        for provenance, mine in _by_provenance(batch):
+            pool = self._pool_of(provenance)
+            pool.drift.add_rows(table[mine & kept], ages[mine & kept])
+            pool.num_segments += int((mine & kept).sum())
         beyond = kept & (table[:, COLUMN["num_trainer_not_finite"]] > 0)
         for index in np.flatnonzero(beyond).tolist():
             self._tell_outside(inquiry.evidence(index), int(ages[index]))
@@ -96,11 +108,11 @@ class Judge:
         """Judge what pools of segments show together: then findings and drift are complete."""
         pools, self.pools = self.pools, {}
         for pool in pools.values():
-            found = pool.cause()
-            if found is None:
+            if pool.cause is None:
+                self.findings += pool.findings
                 self.drift.merge(pool.drift)
             else:
-                self.findings.append(found)
+                self.findings.append(pool.cause)
                 self.num_excluded_segments += pool.num_segments
         # A judge that has settled may go to another process; it asks nobody any more.
         self.logits_for = None
@@ -134,22 +146,20 @@ class Judge:
         if outside:
             self.findings.append(_outside(measured.batch, outside))
 
-    def _pool(self, inquiry: "Inquiry", kept: NDArray[np.bool_], told: set[int]) -> None:
-        """Add the segments to the pools of their provenances; look at some where that is worth it."""
-        provenances = inquiry.measured.batch.provenances
-        for provenance in dict.fromkeys(provenances):
-            mine = kept & np.array([each == provenance for each in provenances], bool)
-            if not mine.any():
-                continue
-            pool = self.pools.setdefault(provenance, Pool())
-            pool.drift.add_rows(inquiry.table[mine], inquiry.ages[mine])
-            pool.num_segments += int(mine.sum())
-            for index in np.flatnonzero(mine & (inquiry.ages == 0)).tolist():
-                if not pool.worth_a_look:
-                    break
-                # What is doubtful by itself is told by itself.
-                if index not in told:
-                    pool.look_at(inquiry.evidence(index))
+    def _pool_of(self, provenance: Provenance) -> Pool:
+        return self.pools.setdefault(provenance, Pool())
+
+    def _look(self, inquiry: Inquiry, told: set[int]) -> list[int]:
+        """Let every pool look at its segments; those of pools that something explains as a whole."""
+        explained: list[int] = []
+        left = inquiry.comparable.copy()
+        left[list(told)] = False
+        for provenance, mine in _by_provenance(inquiry.measured.batch):
+            pool = self._pool_of(provenance)
+            pool.look(inquiry, mine & left & (inquiry.ages == 0))
+            if pool.cause is not None:
+                explained += np.flatnonzero(mine & left).tolist()
+        return explained
 
     def _tell_outside(self, evidence: Evidence, age: int) -> None:
         """Tokens outside the trainer's own kept set: pointed out, and counted in their pool."""
@@ -157,6 +167,15 @@ class Judge:
         if found is not None:
             self.findings.append(found)
             self.pools[evidence.provenance].drift.add_outside(age, int(outside(evidence).sum()))
+
+
+def _by_provenance(batch: Batch) -> Iterator[tuple[Provenance, NDArray[np.bool_]]]:
+    """Each provenance of the batch with its segments [G]."""
+    distinct = dict.fromkeys(batch.provenances)
+    keys = {provenance: key for key, provenance in enumerate(distinct)}
+    owner = np.array([keys[provenance] for provenance in batch.provenances], np.int64)
+    for provenance, key in keys.items():
+        yield provenance, owner == key
 
 
 DOUBTS = ("unexplained", "kld-high")

@@ -90,6 +90,10 @@ LAG_ACCEPTED_SHARE = 0.25
 On recorded rollouts the planted lag leaves at most 0.16 of the next best, truncated sampling included, and
 lag 0 of clean rows at most 0.15 of its next best.
 """
+RENORMALISED_MIN_TOKENS, RENORMALISED_LEAST, RENORMALISED_ERRORS = 6, 0.01, 2.5
+"""Tokens, nats and standard errors by which values that are not 0 lie above the trainer's where the engine
+renormalised over a kept set: zeros beside them are of a kept set of one token."""
+
 LEFT_MOST = 0.25
 """Most that an explanation may leave of comparable values, nats: twice what a KLD of 0.028 leaves."""
 LEFT_FACTOR, LEFT_LEAST = 3.0, 0.03
@@ -218,8 +222,8 @@ SLOT_AFTER = 8
 """Tokens after a wrong id that it moves as well."""
 SLOT_MOST = 0.3
 """Most slots, as a share of the tokens: beyond, the row is another row."""
-SLOT_FIT = 0.15
-"""Nats within which another id must have the engine's value, and this much more a nat of noise."""
+SLOT_FIT, SLOT_WIDTHS = 0.02, 3.0
+"""Nats, and times the noise of the rest of the turn, within which another id must have the engine's value."""
 
 CONFIDENT_BELOW = -0.6932
 """Engine logprob, nats, of a token it is sure of: probability one half."""

@@ -1,29 +1,32 @@
 """`Pool`: what the turns of one provenance show together that none of them shows alone.
 
-Collects a bounded number of tokens while batches pass, and judges them once, when all have passed.
+Collects a bounded number of tokens while batches pass, and judges them as they come.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rlbatch.alignment.drift import Drift
-from rlbatch.alignment.evidence import Evidence
 from rlbatch.alignment.exhibits import Exhibit, exhibit_of, joined
 from rlbatch.alignment.hypotheses.distributions import distribution_finding, other_distribution
-from rlbatch.alignment.hypotheses.passes import trainer_fault
+from rlbatch.alignment.hypotheses.passes import passes_differ, trainer_fault
+from rlbatch.alignment.inquiry import Inquiry
 from rlbatch.alignment.limits import (
     LEFT_MOST,
     LOOK_MEAN,
     LOOK_TOKENS,
     LOOK_TURN_TOKENS,
+    OUTLIER_TOKEN,
     PREFIX_EARLY,
     PREFIX_LATE,
     SPAN_FACTOR,
     SPAN_LOUD,
     SPAN_MIN_GAIN,
 )
+from rlbatch.alignment.measure import COLUMN
 from rlbatch.alignment.tournament import RESIDUAL_WIDTHS, WIDTH_FLOOR, widths
 from rlbatch.catalogue import finding
 from rlbatch.errors import Finding
@@ -31,37 +34,47 @@ from rlbatch.errors import Finding
 
 @dataclass(slots=True, kw_only=True)
 class Pool:
-    """The segments of one provenance that no cause of their own explains."""
+    """The segments of one provenance that no exact cause of their own explains."""
 
     drift: Drift = field(default_factory=Drift)
-    """Of all of them."""
+    """Of those without any cause of their own."""
+    findings: list[Finding] = field(default_factory=list)
+    """Of single segments: told where nothing explains all of them."""
     num_segments: int = 0
+    """Of which `drift` is."""
     exhibits: list[Exhibit] = field(default_factory=list)
-    """Tokens of those drawn by current weights, up to `LOOK_TOKENS`."""
-    num_looked_at: int = 0
+    """Tokens of segments drawn by current weights, up to `LOOK_TOKENS`."""
+    cause: Finding | None = None
+    """What explains the exhibits so far."""
+    _num_looked_at: int = 0
+    _num_tokens: float = 0.0
+    _sum_abs_log_ratio: float = 0.0
 
-    @property
-    def worth_a_look(self) -> bool:
-        """Whether the differences so far are larger than an engine's own noise, and room is left."""
-        total = self.drift.by_age.get(0)
-        if total is None or self.num_looked_at >= LOOK_TOKENS:
-            return False
-        return total.mean(total.sum_abs_log_ratio) >= LOOK_MEAN
+    def look(self, inquiry: Inquiry, mine: NDArray[np.bool_]) -> None:
+        """Take in the beginnings of segments, where they differ by more than an engine's own noise.
 
-    def look_at(self, evidence: Evidence) -> None:
-        """Take in the beginning of one segment."""
-        exhibit = exhibit_of(evidence, max_tokens=min(LOOK_TURN_TOKENS, LOOK_TOKENS - self.num_looked_at))
-        if exhibit is not None:
-            self.exhibits.append(exhibit)
-            self.num_looked_at += len(exhibit.inference)
+        Args:
+            inquiry: the batch.
+            mine: [G] segments of this pool, without an exact cause, drawn by current weights.
+        """
+        self._num_tokens += float(inquiry.table[mine, COLUMN["num_compared"]].sum())
+        self._sum_abs_log_ratio += float(inquiry.table[mine, COLUMN["sum_abs_log_ratio"]].sum())
+        if self._sum_abs_log_ratio < LOOK_MEAN * max(self._num_tokens, 1):
+            return
+        before = self._num_looked_at
+        for index in np.flatnonzero(mine).tolist():
+            room = min(LOOK_TURN_TOKENS, LOOK_TOKENS - self._num_looked_at)
+            exhibit = exhibit_of(inquiry.evidence(index), max_tokens=room) if room > 0 else None
+            if exhibit is not None:
+                self.exhibits.append(exhibit)
+                self._num_looked_at += len(exhibit.inference)
+        if self._num_looked_at > before:
+            self.cause = self._judge()
 
-    def cause(self) -> Finding | None:
-        """What explains all of it."""
-        if not self.exhibits:
-            return None
+    def _judge(self) -> Finding | None:
         whole = joined(self.exhibits)
         worst = max(self.exhibits, key=lambda each: float(np.abs(each.inference - each.trainer).mean()))
-        told = trainer_fault(whole, where=worst.place)
+        told = trainer_fault(whole, where=worst.place) or passes_differ(whole, where=worst.place)
         if told is not None:
             return told
         winner = other_distribution(whole, most_left=LEFT_MOST, current=True)
@@ -76,8 +89,10 @@ def prefix_differs(exhibits: Sequence[Exhibit]) -> Finding | None:
     whole = joined(exhibits)
     errors = np.minimum(np.abs(whole.inference - whole.stated), 4.0)
     scaled = np.minimum(errors / widths(whole.stated), RESIDUAL_WIDTHS)
-    early, late = whole.offset < PREFIX_EARLY, whole.offset >= PREFIX_LATE
-    between = ~early & ~late
+    # Wild tokens are told by themselves, and a prefix that differs makes none.
+    tame = errors < OUTLIER_TOKEN
+    early, late = tame & (whole.offset < PREFIX_EARLY), tame & (whole.offset >= PREFIX_LATE)
+    between = tame & ~early & ~late
     if min(early.sum(), late.sum(), between.sum()) < PREFIX_EARLY:
         return None
     means = [float(scaled[part].mean()) for part in (early, between, late)]

@@ -57,7 +57,7 @@ def _wrong_token_logprob(scored: Scored, rng: np.random.Generator) -> Scored:
     # The largest logprob of each position, whichever token was drawn.
     at = _sampled(scored)
     by = _log_softmax(_predicting(scored, at)).max(-1) - scored.trainer_logprobs[at]
-    if np.count_nonzero(by > 0.5) < 4:
+    if np.count_nonzero(by > 0.1) < 8:
         return scored
     return replace(scored, sample=_moved(scored, at, by))
 

@@ -1,14 +1,14 @@
-"""Hypotheses on what is wrong with a suspect segment, in one visible tuple.
+"""Hypotheses on what is wrong with a suspect segment, in two visible tuples.
 
 Each is a pure function from `Evidence` to a finding, or nothing. They run on suspects only, on the host.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 
 from rlbatch.alignment.evidence import Evidence
-from rlbatch.alignment.exhibits import Exhibit, exhibit_of, joined
+from rlbatch.alignment.exhibits import exhibit_of
 from rlbatch.alignment.hypotheses.distributions import distribution_finding, other_distribution
 from rlbatch.alignment.hypotheses.passes import trainer_fault
 from rlbatch.alignment.hypotheses.places import rows_permuted, shifted, shifted_from
@@ -41,20 +41,11 @@ def another_distribution(evidence: Evidence) -> Finding | None:
     exhibit = exhibit_of(evidence, max_tokens=SUSPECT_TOKENS)
     if exhibit is None:
         return None
-    told = trainer_fault(_beside_first(evidence, exhibit), where=evidence.place)
+    told = trainer_fault(exhibit, where=evidence.place)
     if told is not None:
         return told
     winner = other_distribution(exhibit, most_left=evidence.most_left, current=evidence.current)
     return None if winner is None else distribution_finding(winner, exhibit, where=evidence.place)
-
-
-def _beside_first(evidence: Evidence, exhibit: Exhibit) -> Exhibit:
-    """With the first sequence of the same pack, before which there is nothing to leak from."""
-    if not evidence.context.is_packed or evidence.context.index == 0:
-        return exhibit
-    first = next((each for each in evidence.rows().everyone if each.context.index == 0), None)
-    other = None if first is None else exhibit_of(first, max_tokens=SUSPECT_TOKENS)
-    return exhibit if other is None else joined([other, exhibit])
 
 
 SUSPECT_TOKENS = LOOK_TOKENS // 8
@@ -80,13 +71,20 @@ def off_from(floor: float | None) -> float:
     return min(max(OUTLIER_FACTOR * floor, OUTLIER_LEAST), OUTLIER_MOST)
 
 
-HYPOTHESES: tuple[Hypothesis, ...] = (
+EXACT: tuple[Hypothesis, ...] = (
     trainer_not_finite,
     sign_flipped,
     impossible_value,
     shifted_from,
     shifted,
     rows_permuted,
+)
+"""Of single segments, by precedence: the first that finds something is told. They hold at any noise.
+
+Shifts and other rows move true zeros onto other tokens, so they are asked about before zeros are.
+"""
+
+SINGLE: tuple[Hypothesis, ...] = (
     another_distribution,
     zero_filled,
     wrong_ids,
@@ -96,14 +94,12 @@ HYPOTHESES: tuple[Hypothesis, ...] = (
     unexplained,
     doubtful,
 )
-"""By precedence: the first that finds something is told.
-
-Shifts and other rows move true zeros onto other tokens, and a kept set of one token makes true zeros, so they
-are asked about before zeros are.
-"""
+"""Of single segments that neither those explain nor what all segments of their provenance show together."""
 
 
-def hypotheses_on(evidence: Evidence) -> Iterator[Hypothesis]:
-    """The hypotheses that apply: only the trainer's where nothing comparable was reported."""
-    reported = evidence.comparable or np.isfinite(evidence.inference[evidence.trained]).any()
-    yield from HYPOTHESES if reported else (trainer_not_finite,)
+def first_found(evidence: Evidence, hypotheses: tuple[Hypothesis, ...]) -> Finding | None:
+    """What the first hypothesis finds that finds anything; only the trainer's where nothing was reported."""
+    if not evidence.comparable and not np.isfinite(evidence.inference[evidence.trained]).any():
+        hypotheses = tuple(each for each in hypotheses if each is trainer_not_finite)
+    results = (hypothesis(evidence) for hypothesis in hypotheses)
+    return next((found for found in results if found is not None), None)

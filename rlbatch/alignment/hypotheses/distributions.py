@@ -58,7 +58,14 @@ def other_distribution(exhibit: Exhibit, *, most_left: float, current: bool) -> 
     if len(best.family.parameters) == 1 and best.fit.free_gain > best.fit.gain + least:
         return None
     rivals = [each.fit.gain for each in fits if each.family.code != best.family.code]
+    rivals.append(_gain_of_zeros(exhibit))
     return best if best.fit.gain - max(rivals, default=0.0) >= least else None
+
+
+def _gain_of_zeros(exhibit: Exhibit) -> float:
+    """Log likelihood ratio, nats, of a buffer of zeros: it explains every exact 0, and nothing else."""
+    filled = np.where(exhibit.inference == 0, 0.0, exhibit.stated)
+    return fit(exhibit.inference, exhibit.stated, filled[:, None], np.ones(1)).gain
 
 
 def _holds(best: Winner, exhibit: Exhibit, most_left: float, *, current: bool) -> bool:

@@ -28,13 +28,17 @@ def trainer_fault(exhibit: Exhibit, *, where: Where) -> Finding | None:
     has_next = np.isfinite(exhibit.own_position)
     if has_next.any() and _mean((exhibit.trainer - exhibit.own_position)[has_next]) < least:
         return _told("no-causal-shift", where, f"{told}; those one position later leave nothing")
-    return _unlike(exhibit, where, told)
+    return None
 
 
-def _unlike(exhibit: Exhibit, where: Where, told: str) -> Finding | None:
-    """The passes differ in no known way: by the place in the pack, or by chance."""
-    if exhibit.again is None:
+def passes_differ(exhibit: Exhibit, *, where: Where) -> Finding | None:
+    """Two passes over many segments differ in no way of their own: by the place in the pack, or by chance."""
+    if exhibit.again is None or _mean(exhibit.trainer - exhibit.again) < AGAIN_MEAN:
         return None
+    told = (
+        f"{_mean(exhibit.trainer - exhibit.again):.3g} nats from the logprobs of its logits over "
+        f"{len(exhibit.trainer)} tokens"
+    )
     errors = np.minimum(np.abs(exhibit.trainer - exhibit.again), RESIDUAL_CLIP)
     first, later = exhibit.sequence == 0, exhibit.sequence > 0
     if first.any() and later.any():

@@ -122,12 +122,13 @@ def rows_permuted(evidence: Evidence) -> Finding | None:
     if row is None:
         return None
     owner = row.owner
+    tokens = f"tokens {owner.start}:{owner.stop}"
     return finding(
         "rows-permuted",
         where=evidence.place,
         expected="each row's logprobs agree best with its own trainer logprobs",
         found=f"mean |log_ratio| {row.off:.3g} nats to its own, {row.left:.3g} to those of sample "
-        f"{owner.sample}, trajectory {owner.trajectory!r}, turn {owner.turn}, tokens {owner.start}:{owner.stop}",
+        f"{owner.sample}, trajectory {owner.trajectory!r}, turn {owner.turn}, {tokens}",
     )
 
 

@@ -16,8 +16,10 @@ from rlbatch.alignment.limits import (
     SLOT_MOST,
     SLOT_OFF,
     SLOT_TRAINER,
+    SLOT_WIDTHS,
     SPAN_QUIET,
 )
+from rlbatch.alignment.tournament import widths
 from rlbatch.catalogue import finding
 from rlbatch.errors import Finding
 
@@ -30,10 +32,11 @@ def wrong_ids(evidence: Evidence) -> Finding | None:
     rest = evidence.usable.copy()
     for slot in slots:
         rest[slot : slot + SLOT_AFTER] = False
-    noise = float(evidence.at_zero()[rest].mean()) if rest.any() else 0.0
+    noise = float(evidence.at_zero()[rest].mean()) if rest.any() else np.inf
     if noise > SPAN_QUIET:
         return None
-    within = SLOT_FIT * (1 + noise)
+    # An uncertain token is told less exactly: noise moves it more.
+    within = SLOT_WIDTHS * float((evidence.at_zero()[rest] / widths(evidence.trainer[rest])).mean())
     fits = np.array([_another_fits(evidence, int(slot), within) for slot in slots])
     # What follows a wrong id is unlikely too, and no other id explains it.
     first = np.diff(slots, prepend=-SLOT_AFTER - 1) > SLOT_AFTER
@@ -69,9 +72,8 @@ def _another_fits(evidence: Evidence, slot: int, within: float) -> bool:
         return False
     logits = evidence.ask(slot, slot + 1)[0].double() / evidence.divisor
     best = torch.log_softmax(logits, dim=0).topk(min(MOST_RANKS, len(logits))).values.numpy()
-    # An unlikely token is told less exactly: noise moves it more.
     value = float(evidence.inference[slot])
-    return bool((np.abs(best - value) < within * (1 - np.exp(best)) + within).any())
+    return bool((np.abs(best - value) < within * widths(best) + SLOT_FIT).any())
 
 
 MOST_RANKS = 256

@@ -8,6 +8,9 @@ from rlbatch.alignment.kept_sets import outside
 from rlbatch.alignment.limits import (
     LAG_ACCEPTED_SHARE,
     LEFT_MOST,
+    RENORMALISED_ERRORS,
+    RENORMALISED_LEAST,
+    RENORMALISED_MIN_TOKENS,
     SIGN_MIN_TOKENS,
     ZERO_MIN_EVIDENCE,
     ZERO_OLD_MIN_EVIDENCE,
@@ -91,7 +94,7 @@ def zero_filled(evidence: Evidence) -> Finding | None:
     zero = evidence.usable & (evidence.inference == 0)
     bad = np.flatnonzero(zero & (evidence.trainer < ZERO_TRAINER_BELOW))
     needed = ZERO_MIN_EVIDENCE if evidence.current else ZERO_OLD_MIN_EVIDENCE
-    if -evidence.trainer[bad].sum() < needed:
+    if -evidence.trainer[bad].sum() < needed or _renormalised(evidence, zero):
         return None
     return finding(
         "zero-filled",
@@ -100,6 +103,15 @@ def zero_filled(evidence: Evidence) -> Finding | None:
         found=f"0 at {len(bad)} of {int(evidence.trained.sum())} trained tokens, where the trainer has "
         f"{evidence.trainer[bad].mean():.3g} nats on average",
     )
+
+
+def _renormalised(evidence: Evidence, zero: NDArray[np.bool_]) -> bool:
+    """Whether values that are not 0 lie above the trainer's too: then a kept set of one made the zeros."""
+    above = -evidence.log_ratio()[evidence.usable & ~zero]
+    if len(above) < RENORMALISED_MIN_TOKENS:
+        return False
+    error = float(above.std()) / len(above) ** 0.5
+    return bool(above.mean() > max(RENORMALISED_LEAST, RENORMALISED_ERRORS * error))
 
 
 def zero_is_possible(provenance: Provenance) -> bool:
