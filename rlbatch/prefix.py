@@ -10,9 +10,8 @@
     another prompt     the first prompt                         other ids
     rewritten          ids of a completion                      nothing of the rest comes again
 
-A prompt goes on where the next `ANCHOR` ids agree, or all that are left; right after a completion fewer will do.
-Knows no tokenizer: that a run is
-thinking is told by its place, not by its text. Knows nothing of records.
+A prompt goes on where the next `ANCHOR` ids agree, or all that are left; right after a completion fewer do.
+Knows no tokenizer: that a run is thinking is told by its place, not by its text. Knows nothing of records.
 """
 
 from dataclasses import dataclass

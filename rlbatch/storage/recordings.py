@@ -4,8 +4,9 @@
     wrapper   {endpoint, request, status, response | sse | response_text}
 
 `sampling` lists what differed from neutral. A row with a fault of its own (counts, nulls, infinities) comes
-out as a finding in the place of its sample; a file that cannot be used at all raises. Knows nothing of shards
-or models, and what its logprobs are of it takes from a `Statement`.
+out as a finding in the place of its sample, one whose turn denies itself (its end, its usage) as both; a file
+that cannot be used at all raises. Knows nothing of shards or models, and what its logprobs are of it takes
+from a `Statement`.
 """
 
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from rlbatch.catalogue import CATALOGUE, finding
 from rlbatch.engines.output import to_turn
 from rlbatch.errors import Finding, RecordError, ReplyError, StorageError, Where
 from rlbatch.records import Provenance, Sample, Trajectory, Turn
+from rlbatch.soundness import check_sound_trajectory
 from rlbatch.storage.recorded_exchange import (
     EXCHANGE,
     Exchange,
@@ -43,7 +45,7 @@ _WANTED = f"a recorded rollout {{sampling, rows}} or {EXCHANGE}"
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Row:
-    """One entry of a file: a sample, or the findings that say why it is none."""
+    """One entry of a file: a sample and what its turn shows, or the findings that say why it is none."""
 
     index: int
     """Its place in the file, counting every entry."""
@@ -118,7 +120,13 @@ def read_recording(
                 # Entries of one prompt are a group: the first one's number names it.
                 prompt = outcome.prompt_token_ids.tobytes()
                 group = groups.setdefault(prompt, f"{place.name}@{number}")
-                yield Row(index=index, sample=_sample(outcome, where, group), share=share)
+                trajectory = Trajectory(trajectory_id=str(where.trajectory), turns=(outcome,), group_id=group)
+                yield Row(
+                    index=index,
+                    sample=_sample(trajectory, where),
+                    findings=_turn_findings(trajectory, where),
+                    share=share,
+                )
             index += 1
     if index == 0:
         raise _unusable(path, "at least one rollout", "none")
@@ -132,9 +140,19 @@ def _row_findings(error: ReplyError, where: Where) -> tuple[Finding, ...]:
     return located.findings
 
 
-def _sample(turn: Turn, where: Where, group: str) -> Sample:
+def _turn_findings(trajectory: Trajectory, where: Where) -> tuple[Finding, ...]:
+    """What the entry's turn shows by itself, at its place in the file."""
+    return tuple(
+        replace(
+            found,
+            where=replace(where, turn=found.where.turn, start=found.where.start, stop=found.where.stop),
+        )
+        for found in check_sound_trajectory(trajectory)
+    )
+
+
+def _sample(trajectory: Trajectory, where: Where) -> Sample:
     try:
-        trajectory = Trajectory(trajectory_id=str(where.trajectory), turns=(turn,), group_id=group)
         (sample,) = to_samples(trajectory)
     except RecordError as error:
         raise ReplyError.of(_malformed(str(error), where)) from None
