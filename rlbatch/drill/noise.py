@@ -19,7 +19,8 @@ TAILS: tuple[Tails, ...] = ("light", "heavy")
 HEAVY_FREEDOM = 3
 """Degrees of freedom of the scale of one position in heavy tails: few positions have most of the noise.
 
-So it is where a router or a kernel decides otherwise for a token: all its logits move together.
+So it is where a router or a kernel decides otherwise for a token: all its logits move together. At a KLD of
+0.028 one token in 10,000 is 7 nats off, as in runs of large models; light tails reach 3.
 """
 MAX_POSITIONS = 2048
 """On which the scale is found: the mean KLD is known to about a tenth then."""

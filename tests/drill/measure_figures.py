@@ -10,7 +10,6 @@ ROLLOUTS is what `tests/vllm/sample_rollouts.py` wrote: a directory each for `fl
 import argparse
 import json
 import sys
-import time
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -46,6 +45,7 @@ POOL_SAMPLES = 1536
 """Rows that faults are planted into; their logits fit into memory together."""
 STEP_ROWS = 128
 """Clean rows that are judged together, as one step of a trainer."""
+TOLD_ROWS = 100 * STEP_ROWS
 BLOCK_TOKENS = 16
 """Neighbouring tokens that a bootstrapped row keeps together: noise of neighbours is not independent."""
 SOUND_LEVEL = "fp32"
@@ -82,32 +82,36 @@ def main() -> None:
     parser.add_argument("--level", choices=LEVELS, required=True)
     parser.add_argument("--parts", type=Path, required=True)
     parser.add_argument("--cases", type=int, default=100, help="of each fault")
+    parser.add_argument("--clean", type=int, default=sys.maxsize, help="clean rows, at most")
     parser.add_argument("--bootstrap", type=int, default=0, help="clean rows to make from the real ones")
     parser.add_argument("--codes", nargs="*", default=None, help="these faults only")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     arguments.parts.mkdir(parents=True, exist_ok=True)
-    (arguments.parts / f"{arguments.level}.json").write_text(json.dumps(measured(arguments), indent=1))
+    part = arguments.parts / f"{arguments.level}.json"
+    # Written after each stage: what is there stands, should the next one be stopped.
+    for found in stages(arguments):
+        part.write_text(json.dumps(found, indent=1))
 
 
-def measured(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Everything of one level."""
+def stages(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Everything of one level that is known so far: the cases, then clean rows, then those made from them."""
     level = LEVELS[arguments.level]
     paths = [arguments.rollouts / name for name in level.folders]
     model = load_model(arguments.model, device="cpu", dtype=torch.float32)
     pool = pool_of(paths, POOL_SAMPLES)
     scores = Scores(model, vocab_size=model_vocab_size(model), noise=level.noise, calibrate_on=pool.able)
-    began = time.monotonic()
-    cases, sizes = planted(arguments, level, pool, scores)
-    told(f"{cases.planted} cases in {time.monotonic() - began:.0f} s")
-    part: dict[str, Any] = {"level": arguments.level, "cases": cases.as_json(), "sizes": sizes}
+    part: dict[str, Any] = {"level": arguments.level}
+    for cases, sizes in planted(arguments, level, pool, scores):
+        yield part | {"cases": cases.as_json(), "sizes": sizes}
+    part |= {"cases": cases.as_json(), "sizes": sizes}
     if arguments.codes is None:
-        rows = [scored_only(scores(sample)) for sample in pool_of(paths, sys.maxsize).samples]
+        rows = [scored_only(scores(sample)) for sample in pool_of(paths, arguments.clean).samples]
         part["clean"] = clean(rows)
         told(f"clean {part['clean']}")
-        part["bootstrap"] = clean_in_steps(bootstrapped(rows, arguments.bootstrap))
-        told(f"bootstrap {part['bootstrap']}")
-    return part
+        yield part
+        for counts in clean_in_steps(bootstrapped(rows, arguments.bootstrap)):
+            yield part | {"bootstrap": counts}
 
 
 def pool_of(paths: Sequence[Path], max_samples: int) -> Pool:
@@ -118,8 +122,8 @@ def pool_of(paths: Sequence[Path], max_samples: int) -> Pool:
 
 def planted(
     arguments: argparse.Namespace, level: Level, pool: Pool, scores: Scores
-) -> tuple[Tally, dict[str, list[int]]]:
-    """Every fault, `cases` times; and how often the size told was right, of how many."""
+) -> Iterator[tuple[Tally, dict[str, list[int]]]]:
+    """Every fault, `cases` times; and how often the size told was right, of how many. After each, so far."""
     options = DrillOptions(cases=arguments.cases, pooled_tokens=level.pooled_tokens, seed=1)
     tally = Tally()
     sizes: dict[str, list[int]] = {}
@@ -139,7 +143,7 @@ def planted(
                 count[0] += right
                 count[1] += 1
         told(f"{fault.code}: {dict(tally.matrix.get(fault.code, {}))} {sizes.get(fault.code, '')}")
-    return tally, sizes
+        yield tally, sizes
 
 
 def scored_only(scored: Scored) -> Scored:
@@ -220,8 +224,8 @@ def with_blocks(row: Scored, flat: np.ndarray, starts: np.ndarray, rng: np.rando
     return replace(row, sample=replace(row.sample, inference_logprobs=inference), trainer_logprobs=trainer)
 
 
-def clean_in_steps(steps: Iterator[list[Scored]]) -> dict[str, Any]:
-    """What the trainer's side says of clean steps."""
+def clean_in_steps(steps: Iterator[list[Scored]]) -> Iterator[dict[str, Any]]:
+    """What the trainer's side says of clean steps; now and then, so far, and in the end."""
     counts: Counter[str] = Counter()
     places: Counter[str] = Counter()
     num_rows = 0
@@ -233,9 +237,10 @@ def clean_in_steps(steps: Iterator[list[Scored]]) -> dict[str, Any]:
             counts[found.severity] += 1
             places[found.code] += 1
         num_rows += len(rows)
-        if num_rows % (500 * STEP_ROWS) == 0:
+        if num_rows % TOLD_ROWS == 0:
             told(f"{num_rows} rows {dict(counts)}")
-    return {"rows": num_rows, **counts, "codes": dict(places)}
+            yield {"rows": num_rows, **counts, "codes": dict(places)}
+    yield {"rows": num_rows, **counts, "codes": dict(places)}
 
 
 def told(words: str) -> None:
