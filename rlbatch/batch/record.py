@@ -5,7 +5,7 @@ again. A batch that was collated lies in one flat buffer, and its tensors are vi
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeAlias
 
@@ -160,6 +160,13 @@ class Batch:
     def pin_memory(self, device: torch.device | str | None = None) -> "Batch":
         """The batch in page-locked host memory; `DataLoader(pin_memory=True)` calls it."""
         return self._map(lambda tensor: tensor.pin_memory())
+
+    def as_dict(self, dialect: str, *, drop: Collection[str] = ()) -> dict[str, Any]:
+        """The batch in a trainer's names and shapes, by `rlbatch.dialects.as_dict`."""
+        # Here, for dialects are made of batches; this method is only their door.
+        from rlbatch.dialects import as_dict
+
+        return as_dict(self, dialect, drop=drop)
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> "Batch":
         leaves, context = _flatten(self)
