@@ -498,11 +498,10 @@ def test_samples_of_several_modes_in_one_file_are_judged_apart(
     assert report.figures.num_tokens == 604 + 569
 
 
-@pytest.mark.parametrize(("trainer_version", "verdict"), [(None, "findings"), (5, "not-judged")])
-def test_rows_with_each_others_logprobs_are_never_called_sound(
-    scorer: Scorer, tmp_path: Path, samples: list[Sample], trainer_version: int | None, verdict: Verdict
+@pytest.mark.parametrize("trainer_version", [None, 5])
+def test_rows_with_each_others_logprobs_are_named_whatever_their_age(
+    scorer: Scorer, tmp_path: Path, samples: list[Sample], trainer_version: int | None
 ) -> None:
-    """Of unknown age they are too short to be sure of strangers, but not to doubt."""
     strangers = []
     for sample, other in zip(samples, samples[1:] + samples[:1], strict=True):
         values = other.inference_logprobs[other.loss_mask]
@@ -510,8 +509,12 @@ def test_rows_with_each_others_logprobs_are_never_called_sound(
         logprobs[sample.loss_mask] = np.resize(values, int(sample.loss_mask.sum()))
         strangers.append(replace(sample, inference_logprobs=logprobs))
     report = one(stored(tmp_path, strangers), scorer, settings(trainer_version=trainer_version))
-    assert report.verdict == verdict
-    assert "unexplained" in codes(report.findings)
+    assert report.verdict == "findings"
+    named = [found for found in report.findings if found.severity == "error"]
+    assert codes(named) == {"rows-permuted"}
+    # Row 0 carries what row 1 should.
+    assert named[0].where.sample == 0
+    assert "those of sample 1," in named[0].found
 
 
 def test_drift_within_the_limits_of_no_age_is_not_called_sound(
