@@ -62,7 +62,8 @@ class Inquiry:
 
     def single(self, told: Collection[int]) -> dict[int, Finding]:
         """What is found of suspects besides those of which something is told already."""
-        return self._leaks(self._with({}, SINGLE, set(told)))
+        found = self._with({}, SINGLE, set(told))
+        return found if told else self._leaks(found)
 
     def _with(
         self, told: dict[int, Finding], hypotheses: tuple[Hypothesis, ...], without: set[int]

@@ -209,12 +209,14 @@ VERSION_MIN_TOKENS = 16
 """Tokens on either side of a change of weights."""
 DECAY_FACTOR = 2.0
 """First half of a loud beginning over its second half: a prefix that differs is forgotten."""
+PREFIX_WIDTHS = 4.0
+"""Most that one token adds to what a profile says, in widths."""
 PREFIX_EARLY, PREFIX_LATE = 8, 24
 """Tokens of a turn that are early, and from which they are late."""
 
-SLOT_OFF = 2.0
+SLOT_OFF = 3.0
 """Nats by which the trainer must be below the engine at a slot that holds a wrong id."""
-SLOT_FACTOR = 6.0
+SLOT_FACTOR = 15.0
 """And times what the tokens in their neighbourhood leave."""
 SLOT_TRAINER = -5.0
 """Trainer logprob, nats, above which a stored id is no stranger to its place."""

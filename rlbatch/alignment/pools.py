@@ -22,12 +22,13 @@ from rlbatch.alignment.limits import (
     OUTLIER_TOKEN,
     PREFIX_EARLY,
     PREFIX_LATE,
+    PREFIX_WIDTHS,
     SPAN_FACTOR,
     SPAN_LOUD,
     SPAN_MIN_GAIN,
 )
 from rlbatch.alignment.measure import COLUMN
-from rlbatch.alignment.tournament import RESIDUAL_WIDTHS, WIDTH_FLOOR, widths
+from rlbatch.alignment.tournament import WIDTH_FLOOR, widths
 from rlbatch.catalogue import finding
 from rlbatch.errors import Finding
 
@@ -88,7 +89,7 @@ def prefix_differs(exhibits: Sequence[Exhibit]) -> Finding | None:
     """The first tokens of the turns are off, and the differences decay."""
     whole = joined(exhibits)
     errors = np.minimum(np.abs(whole.inference - whole.stated), 4.0)
-    scaled = np.minimum(errors / widths(whole.stated), RESIDUAL_WIDTHS)
+    scaled = np.minimum(errors / widths(whole.stated), PREFIX_WIDTHS)
     # Wild tokens are told by themselves, and a prefix that differs makes none.
     tame = errors < OUTLIER_TOKEN
     early, late = tame & (whole.offset < PREFIX_EARLY), tame & (whole.offset >= PREFIX_LATE)

@@ -76,12 +76,15 @@ def fit(
     for other in (best - 1, best + 1):
         if not 0 <= other < len(parameters):
             continue
-        for share in np.linspace(0.1, 0.5, 5):
-            between = (1 - share) * predicted[:, best] + share * predicted[:, other]
-            reached = float(score(inference - between, wide))
-            if reached > top:
-                top, column = reached, between
-                value = float((1 - share) * parameters[best] + share * parameters[other])
+        shares = np.linspace(0.0, 0.6, 7)
+        for step in (0.1, 0.01, 0.001):
+            between = predicted[:, [best]] + shares * (predicted[:, [other]] - predicted[:, [best]])
+            reached = score(inference[:, None] - between, wide)
+            at = int(reached.argmax())
+            if reached[at] > top:
+                top, column = float(reached[at]), between[:, at]
+                value = float(parameters[best] + shares[at] * (parameters[other] - parameters[best]))
+            shares = np.linspace(shares[at] - step, shares[at] + step, 21).clip(0, 1)
     moved = column - stated
     differences = np.clip(inference - stated, -4, 4)
     weight = 1 / np.square(wide)

@@ -24,6 +24,18 @@ def _each(corrupt: _Each) -> Callable[[Sequence[Scored], np.random.Generator, Sc
     return of_all
 
 
+def _each_alike(
+    corrupt: _Each,
+) -> Callable[[Sequence[Scored], np.random.Generator, Score], list[Scored]]:
+    """The same with one draw for all: a fault in how a whole run is set up."""
+
+    def of_all(scored: Sequence[Scored], rng: np.random.Generator, _: Score) -> list[Scored]:
+        seed = int(rng.integers(2**32))
+        return [corrupt(each, np.random.default_rng(seed)) for each in scored]
+
+    return of_all
+
+
 def _sampled(scored: Scored) -> NDArray[np.intp]:
     return np.flatnonzero(scored.sample.turn >= 0)
 
@@ -202,17 +214,17 @@ MODELLED = (
     ModelFault(
         code="divided-by-temperature",
         story="Logprobs, not logits, were divided by the temperature.",
-        corrupt=_each(_divided_by_temperature),
+        corrupt=_each_alike(_divided_by_temperature),
     ),
     ModelFault(
         code="truncation-renormalized",
         story="The engine drew with top-p or top-k from its defaults, and nobody named them.",
-        corrupt=_each(_truncation_renormalized),
+        corrupt=_each_alike(_truncation_renormalized),
     ),
     ModelFault(
         code="penalties-applied",
         story="A generation configuration brought a repetition penalty along.",
-        corrupt=_each(_penalties_applied),
+        corrupt=_each_alike(_penalties_applied),
     ),
     ModelFault(
         code="boundary-leak",

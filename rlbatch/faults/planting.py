@@ -50,6 +50,8 @@ class Fault:
     corrupt: Corruption | GroupCorruption
     together: bool = False
     """`corrupt` takes all chosen samples at once: it needs more than one."""
+    alike: bool = False
+    """Every sample is spoilt by the same draw: a fault in how a whole run is set up."""
     rescored: bool = False
     """Ids or temperature are changed too: only trainer logprobs of the spoilt samples show the fault."""
 
@@ -61,11 +63,15 @@ class Fault:
         Raises:
             RecordError: there are no samples, or none offers a place for this fault.
         """
-        return _planted(self, samples, lambda part: self._spoilt(part, rng), rng, share)
-
-    def _spoilt(self, samples: list[Sample], rng: np.random.Generator) -> list[Sample]:
+        seed = int(rng.integers(2**32))
         corrupt: Any = self.corrupt
-        return list(corrupt(samples, rng)) if self.together else [corrupt(each, rng) for each in samples]
+
+        def spoil(part: list[Sample]) -> list[Sample]:
+            if self.together:
+                return list(corrupt(part, rng))
+            return [corrupt(each, np.random.default_rng(seed) if self.alike else rng) for each in part]
+
+        return _planted(self, samples, spoil, rng, share)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

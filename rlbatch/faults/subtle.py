@@ -132,6 +132,7 @@ SUBTLE = (
         code="temperature-mismatch",
         story="The trainer divides by the temperature of the configuration, the engine by another.",
         corrupt=_temperature_mismatch,
+        alike=True,
         rescored=True,
     ),
     Fault(

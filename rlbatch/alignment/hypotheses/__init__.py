@@ -57,7 +57,8 @@ def _is_off(evidence: Evidence) -> bool:
     usable = evidence.usable
     if not usable.any():
         return False
-    return bool(evidence.at_zero()[usable].mean() >= off_from(evidence.floor))
+    mean = evidence.at_zero()[usable].mean()
+    return bool(mean >= min(off_from(evidence.floor), SUSPECT_MEAN))
 
 
 def off_from(floor: float | None) -> float:

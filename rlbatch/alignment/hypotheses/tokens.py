@@ -33,7 +33,7 @@ def wrong_ids(evidence: Evidence) -> Finding | None:
     for slot in slots:
         rest[slot : slot + SLOT_AFTER] = False
     noise = float(evidence.at_zero()[rest].mean()) if rest.any() else np.inf
-    if noise > SPAN_QUIET:
+    if noise > min(SPAN_QUIET, evidence.most_left):
         return None
     # An uncertain token is told less exactly: noise moves it more.
     within = SLOT_WIDTHS * float((evidence.at_zero()[rest] / widths(evidence.trainer[rest])).mean())
