@@ -328,7 +328,10 @@ def test_the_demonstration_names_every_fault_and_none_in_good_data() -> None:
     assert result.exit_code == 0
     paragraphs = result.stdout.split("\n\n")
     assert paragraphs[0] == "32 rollouts of a real vLLM server, 1746 sampled tokens: sound, nothing to say"
-    for code, paragraph in zip(FAULTS, paragraphs[1:], strict=False):
+    # The model's own logprobs are stored: what changes ids or temperature takes the model itself.
+    codes = [code for code, fault in FAULTS.items() if not fault.rescored]
+    assert len(paragraphs) == 1 + len(codes) + 1
+    for code, paragraph in zip(codes, paragraphs[1:], strict=False):
         assert paragraph.startswith(f"planted: {code}. ")
         assert f"\n[{code}]" in paragraph
 

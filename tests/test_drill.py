@@ -300,10 +300,10 @@ def test_the_command_plants_every_fault_and_clean_rows_are_silent(rollouts, tiny
 
 
 def test_the_table_has_a_row_a_fault_and_a_verdict(rollouts, tinylm_dir, monkeypatch):
-    monkeypatch.setattr(run, "the_faults", few_faults("shifted", "logprob-missing"))
+    monkeypatch.setattr(run, "the_faults", few_faults("nothing-trained", "logprob-missing"))
     result = rlbatch("drill", rollouts, "--model", tinylm_dir, "--quick")
     lines = result.stdout.splitlines()
-    assert [line.split()[0] for line in lines[1:3]] == ["shifted", "logprob-missing"]
+    assert [line.split()[0] for line in lines[1:3]] == ["nothing-trained", "logprob-missing"]
     assert lines[-1].startswith("passed: ")
     assert result.exit_code == 0
 

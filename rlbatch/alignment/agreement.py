@@ -127,9 +127,9 @@ def _parts(mine: Judge, occasion: Occasion, group: "dist.ProcessGroup") -> list[
     sizes = [int(part.numbers["num_bytes"]) for part in parts]
     if not any(sizes):
         return parts
-    padded = torch.zeros(max(sizes), dtype=torch.uint8)
-    padded[: len(words)] = torch.frombuffer(bytearray(words), dtype=torch.uint8) if words else padded[:0]
-    texts = _gathered(padded, group, mine.limits.rank_timeout)
+    padded = np.zeros(max(sizes), np.uint8)
+    padded[: len(words)] = np.frombuffer(words, np.uint8)
+    texts = _gathered(torch.from_numpy(padded), group, mine.limits.rank_timeout)
     for part, text, size in zip(parts, texts, sizes, strict=True):
         if size:
             said = msgspec.msgpack.decode(text.numpy().tobytes()[:size], type=_Words)

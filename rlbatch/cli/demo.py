@@ -17,6 +17,7 @@ from rlbatch.storage import open_reader
 
 DATA = "demo.safetensors"
 SEED = 0
+ROWS_TOGETHER = 8
 
 
 class StoredTrainer:
@@ -64,7 +65,10 @@ def judge(samples: Sequence[Sample]) -> tuple[Finding, ...]:
 
 
 def _planted(fault: Fault, samples: Sequence[Sample]) -> tuple[str, bool]:
-    findings = judge(fault.plant(samples, np.random.default_rng(SEED)))
+    # Rows that trade places are those of one small batch, and must be long enough to be told apart.
+    by_length = sorted(samples, key=len, reverse=True)
+    rows = by_length[:ROWS_TOGETHER] if fault.together else samples
+    findings = judge(fault.plant(rows, np.random.default_rng(SEED)))
     named = [found for found in findings if found.code == fault.code]
     heading = f"planted: {fault.code}. {fault.story}"
     if not named:
