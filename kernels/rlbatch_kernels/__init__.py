@@ -1,12 +1,31 @@
 """Fused routines over logits and logprobs, on any device. Imports nothing of rlbatch."""
 
-from rlbatch_kernels.errors import DtypeError, GroupError, ScaleError, ShapeError, TokenRangeError
-from rlbatch_kernels.ops import PolicyRatio, alignment_stats, linear_logprobs, policy_ratio, token_logprobs
+from rlbatch_kernels.alignment import (
+    AlignmentStats,
+    PolicyRatio,
+    alignment_stats,
+    alignment_stats_and_ratio,
+    policy_ratio,
+)
+from rlbatch_kernels.backends import last_backend
+from rlbatch_kernels.errors import (
+    BackendError,
+    BackendWarning,
+    DtypeError,
+    GroupError,
+    ScaleError,
+    ShapeError,
+    TokenRangeError,
+)
+from rlbatch_kernels.ops import TokenStatistics, linear_logprobs, token_logprobs, token_statistics
 from rlbatch_kernels.stats import LAGS, RESIDUAL_CLIP, STAT_COLUMNS, column
 from rlbatch_kernels.truncation import NO_ID, Kept, KeptIds, Truncation
 from rlbatch_kernels.vocab_parallel import VocabGroup
 
 __all__ = [
+    "AlignmentStats",
+    "BackendError",
+    "BackendWarning",
     "DtypeError",
     "GroupError",
     "Kept",
@@ -19,11 +38,15 @@ __all__ = [
     "ScaleError",
     "ShapeError",
     "TokenRangeError",
+    "TokenStatistics",
     "Truncation",
     "VocabGroup",
     "alignment_stats",
+    "alignment_stats_and_ratio",
     "column",
+    "last_backend",
     "linear_logprobs",
     "policy_ratio",
     "token_logprobs",
+    "token_statistics",
 ]

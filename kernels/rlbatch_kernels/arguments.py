@@ -58,6 +58,22 @@ class Trained:
         """Of `values` [..., X] the trained rows, or the `rows` among them: [N, X], a copy."""
         return values.unsqueeze(0)[tuple(index[rows] for index in self.where)]
 
+    def offsets(self, values: Tensor) -> Tensor:
+        """[N] int64: how many elements after the first of `values` [..., X] each trained row begins."""
+        strides = values.unsqueeze(0).stride()
+        found = torch.zeros_like(self.target_ids)
+        for index, stride in zip(self.where, strides, strict=False):
+            found += index * stride
+        return found
+
+    def zero_elsewhere(self, out: Tensor) -> None:
+        """Fill with 0 the rows of `out` [..., X] that are not trained."""
+        if self.num_tokens == self.shape.numel():
+            return
+        untrained = torch.ones((1, *self.shape), dtype=torch.bool, device=out.device)
+        untrained[self.where] = False
+        out.unsqueeze(0).masked_fill_(untrained.unsqueeze(-1), 0)
+
     def put(self, out: Tensor, values: Tensor, rows: slice = slice(None)) -> None:
         """Write `values` [N, X] to where `gather` would read them in `out` [..., X]."""
         out.unsqueeze(0)[tuple(index[rows] for index in self.where)] = values.to(out.dtype)

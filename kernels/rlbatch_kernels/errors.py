@@ -5,6 +5,8 @@
     ScaleError(ValueError)       a temperature, logit_scale, soft_cap or kept-set rule outside its range
     TokenRangeError(IndexError)  a trained target outside the vocabulary
     GroupError(ValueError)       ranks that share a vocabulary and disagree on what they compute
+    BackendError(RuntimeError)   a backend that was asked for by name and cannot serve the call
+    BackendWarning(UserWarning)  a slower backend serves, since the one for this device is missing; said once
 
 Every message names the argument, what was found and what was expected.
 """
@@ -28,3 +30,11 @@ class TokenRangeError(IndexError):
 
 class GroupError(ValueError):
     """Ranks that share a vocabulary were given different targets or temperatures."""
+
+
+class BackendError(RuntimeError):
+    """The backend that was asked for by name cannot serve this call."""
+
+
+class BackendWarning(UserWarning):
+    """A slower backend serves, because the one made for this device is missing."""

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from rlbatch_kernels.arguments import Trained
-from rlbatch_kernels.linear import Scaling
-from rlbatch_kernels.reference import Softmax, compute_dtype
+from rlbatch_kernels.reference import compute_dtype
+from rlbatch_kernels.shaping import Shaping
+from rlbatch_kernels.softmax import Softmax
 
 VOCAB_TILE = 4096
 """Columns of a tile."""
@@ -32,7 +33,7 @@ class HeadTiles:
     """[V, D]."""
     bias: Tensor | None
     """[V]."""
-    scaling: Scaling
+    shaping: Shaping
     dtype: torch.dtype
     """float32 or float64: what is computed in."""
     token_tile: int
@@ -43,7 +44,7 @@ class HeadTiles:
         cls,
         tensors: tuple[Tensor, Tensor, Tensor | None],
         trained: Trained,
-        scaling: Scaling,
+        shaping: Shaping,
         *,
         token_tile: int,
     ) -> "HeadTiles":
@@ -53,7 +54,7 @@ class HeadTiles:
             hidden=trained.gather(hidden),
             weight=weight,
             bias=bias,
-            scaling=scaling,
+            shaping=shaping,
             dtype=compute_dtype(hidden, weight),
             token_tile=token_tile,
         )
@@ -73,15 +74,7 @@ class HeadTiles:
         logits = self.hidden[rows].to(self.dtype) @ self.weight[columns].to(self.dtype).t()
         if self.bias is not None:
             logits += self.bias[columns].to(self.dtype)
-        logits *= self.scaling.logit_scale
-        if self.scaling.soft_cap is not None:
-            logits.div_(self.scaling.soft_cap).tanh_().mul_(self.scaling.soft_cap)
-        return logits
-
-    def slope(self, logits: Tensor) -> Tensor | None:
-        """Derivative [n, v] of `logits` to what the cap was given; None without a cap."""
-        cap = self.scaling.soft_cap
-        return None if cap is None else 1 - (logits / cap).square_()
+        return self.shaping.apply(logits)
 
 
 class HeadGradients:
@@ -102,11 +95,10 @@ class HeadGradients:
             for rows in head.rows():
                 logits = head.logits(rows, columns)
                 # Before `grad_of`, which may overwrite them.
-                slope = head.slope(logits)
+                slope = head.shaping.slope(logits)
                 grad = grad_of(logits, rows, columns)
                 if slope is not None:
                     grad *= slope
-                grad *= head.scaling.logit_scale
                 if self.hidden is not None:
                     self.hidden[rows].addmm_(grad, weight_tile)
                 if self.weight is not None:

@@ -7,7 +7,7 @@ gradients of logits, weight and bias are those of the rank's own columns and nee
 hidden is a sum over all columns: the backward takes one all_reduce for it, so every rank has the whole of it
 and nobody must reduce it again. The gradient that comes back to the logprobs must be equal on every rank.
 
-Plain torch on every device. An error that only one rank raises leaves the others waiting, as in every
+An error that only one rank raises leaves the others waiting, as in every
 collective; those about the group itself are raised on all.
 """
 
@@ -22,8 +22,10 @@ from torch.autograd.function import FunctionCtx
 from rlbatch_kernels.arguments import Trained
 from rlbatch_kernels.errors import GroupError, ShapeError
 from rlbatch_kernels.head_tiles import HeadGradients, HeadTiles, scattered
-from rlbatch_kernels.linear import TOKEN_TILE, Scaling
-from rlbatch_kernels.reference import Softmax, compute_dtype, refuse_double_backward, row_blocks
+from rlbatch_kernels.linear import TOKEN_TILE
+from rlbatch_kernels.logprobs import Plan
+from rlbatch_kernels.reference import compute_dtype, refuse_double_backward
+from rlbatch_kernels.softmax import Softmax, Upstream
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -88,28 +90,34 @@ class ShardedTokenLogprobs(torch.autograd.Function):
     """Logprobs of targets from a rank's own columns of the logits."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, logits: Tensor, trained: Trained, group: VocabGroup) -> Tensor:
+    def forward(ctx: FunctionCtx, logits: Tensor, trained: Trained, plan: Plan, group: VocabGroup) -> Tensor:
         """[...] logprobs; 0 where not trained."""
-        dtype, softmax = compute_dtype(logits), Softmax(trained)
-        for rows in row_blocks(trained, logits):
-            softmax.add(trained.gather(logits, rows).to(dtype), rows, group.first_column)
+        dtype, softmax = compute_dtype(logits), plan.softmax(trained)
+        for rows in softmax.blocks(logits.shape[-1]):
+            tile = plan.shaping.apply(trained.gather(logits, rows).to(dtype))
+            softmax.add(tile, rows, group.first_column)
         combine(softmax, trained, group)
         ctx.save_for_backward(logits)
-        ctx.trained, ctx.softmax, ctx.group = trained, softmax, group  # type: ignore[attr-defined]
+        ctx.trained, ctx.softmax = trained, softmax  # type: ignore[attr-defined]
+        ctx.plan, ctx.group = plan, group  # type: ignore[attr-defined]
         return scattered(softmax, trained, dtype)
 
     @staticmethod
-    def backward(ctx: FunctionCtx, grad_logprobs: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: FunctionCtx, grad_logprobs: Tensor) -> tuple[Tensor, None, None, None]:
         """Gradient to the rank's own logits, in their dtype; 0 where not trained."""
         refuse_double_backward("token_logprobs")
         (logits,) = ctx.saved_tensors  # type: ignore[attr-defined]
-        trained, softmax, group = ctx.trained, ctx.softmax, ctx.group  # type: ignore[attr-defined]
-        grad, dtype = trained.gather(grad_logprobs), compute_dtype(logits)
+        trained, softmax = ctx.trained, ctx.softmax  # type: ignore[attr-defined]
+        plan, group = ctx.plan, ctx.group  # type: ignore[attr-defined]
+        grad_rows = trained.gather(grad_logprobs).to(torch.float64)
+        given, dtype = softmax.coefficients(Upstream(logprobs=grad_rows)), compute_dtype(logits)
         out = torch.zeros(logits.shape, dtype=logits.dtype, device=logits.device)
-        for rows in row_blocks(trained, logits):
-            tile = trained.gather(logits, rows).to(dtype)
-            trained.put(out, softmax.backward(tile, grad, rows, group.first_column), rows)
-        return out, None, None
+        for rows in softmax.blocks(logits.shape[-1]):
+            tile = plan.shaping.apply(trained.gather(logits, rows).to(dtype))
+            slope = plan.shaping.slope(tile)
+            grad = softmax.backward(tile, given, rows, group.first_column)
+            trained.put(out, grad if slope is None else grad * slope, rows)
+        return out, None, None, None
 
 
 class ShardedLinearLogprobs(torch.autograd.Function):
@@ -122,19 +130,20 @@ class ShardedLinearLogprobs(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         trained: Trained,
-        scaling: Scaling,
+        plan: Plan,
         group: VocabGroup,
     ) -> Tensor:
         """[...] logprobs; 0 where not trained."""
-        head = HeadTiles.of((hidden, weight, bias), trained, scaling, token_tile=TOKEN_TILE)
-        softmax = Softmax(trained)
+        head = HeadTiles.of((hidden, weight, bias), trained, plan.shaping, token_tile=TOKEN_TILE)
+        softmax = plan.softmax(trained)
         with torch.autocast(hidden.device.type, enabled=False):
             for columns in head.columns():
                 for rows in head.rows():
                     softmax.add(head.logits(rows, columns), rows, group.first_column + columns.start)
         combine(softmax, trained, group)
         ctx.save_for_backward(hidden, weight, bias)  # type: ignore[arg-type]
-        ctx.trained, ctx.softmax, ctx.scaling, ctx.group = trained, softmax, scaling, group  # type: ignore[attr-defined]
+        ctx.trained, ctx.softmax = trained, softmax  # type: ignore[attr-defined]
+        ctx.plan, ctx.group = plan, group  # type: ignore[attr-defined]
         return scattered(softmax, trained, head.dtype)
 
     @staticmethod
@@ -144,13 +153,15 @@ class ShardedLinearLogprobs(torch.autograd.Function):
         """Gradients to the whole hidden, and to the rank's own weight and bias."""
         refuse_double_backward("linear_logprobs")
         hidden, weight, bias = ctx.saved_tensors  # type: ignore[attr-defined]
-        trained, softmax, group = ctx.trained, ctx.softmax, ctx.group  # type: ignore[attr-defined]
-        head = HeadTiles.of((hidden, weight, bias), trained, ctx.scaling, token_tile=TOKEN_TILE)  # type: ignore[attr-defined]
+        trained, softmax = ctx.trained, ctx.softmax  # type: ignore[attr-defined]
+        plan, group = ctx.plan, ctx.group  # type: ignore[attr-defined]
+        head = HeadTiles.of((hidden, weight, bias), trained, plan.shaping, token_tile=TOKEN_TILE)
         grads = HeadGradients(head, ctx.needs_input_grad)  # type: ignore[attr-defined]
-        grad = trained.gather(grad_logprobs)
+        grad = trained.gather(grad_logprobs).to(torch.float64)
+        given = softmax.coefficients(Upstream(logprobs=grad))
 
         def grad_of(logits: Tensor, rows: slice, columns: slice) -> Tensor:
-            grad_logits: Tensor = softmax.backward(logits, grad, rows, group.first_column + columns.start)
+            grad_logits: Tensor = softmax.backward(logits, given, rows, group.first_column + columns.start)
             return grad_logits
 
         with torch.autocast(hidden.device.type, enabled=False):

@@ -78,7 +78,7 @@ def measure(batch: Batch, trainer_logprobs: Tensor) -> Measured:
     detached = trainer_logprobs.detach()
     inference = batch.inference_logprobs
     windows, first_window = _windows(batch.host_segments)
-    table = alignment_stats(detached, inference, batch.loss_mask, windows.to(detached.device))
+    table = alignment_stats(detached, inference, batch.loss_mask, windows)
     trained = batch.loss_mask.sum().to(torch.float64).reshape(1)
     host, copied = _to_host(torch.cat([rearrange(table, "w s -> (w s)"), trained]))
     compared = batch.loss_mask & torch.isfinite(detached) & torch.isfinite(inference)

@@ -11,7 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlbatch_kernels import TokenRangeError, reference, token_logprobs
+from rlbatch_kernels import TokenRangeError, softmax, token_logprobs
+
+pytestmark = pytest.mark.usefixtures("backend")
 
 HALVES = (torch.float16, torch.bfloat16)
 
@@ -242,7 +244,7 @@ def test_gradients_equal_those_of_float64(
     device: torch.device, dtype: torch.dtype, relative: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Three blocks of rows, the last one ragged.
-    monkeypatch.setattr(reference, "TILE_ELEMENTS", 300 * 5)
+    monkeypatch.setattr(softmax, "TILE_ELEMENTS", 300 * 5)
     logits, ids, weights = normal(12, 300).to(dtype), ids_below(300, 12), normal(12, seed=3)
     exact, leaf = logits.double().requires_grad_(), logits.to(device).requires_grad_()
     mask = torch.ones(12, dtype=torch.bool, device=device)
@@ -259,7 +261,7 @@ def test_blocks_of_rows_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = token_logprobs(logits, ids, temperature=0.7, mask=mask)
     # 1: a row is wider than a tile, and is taken all the same.
     for elements in (1, 64 * 2, 64 * 4):
-        monkeypatch.setattr(reference, "TILE_ELEMENTS", elements)
+        monkeypatch.setattr(softmax, "TILE_ELEMENTS", elements)
         torch.testing.assert_close(
             token_logprobs(logits, ids, temperature=0.7, mask=mask), whole, rtol=0, atol=1e-6
         )

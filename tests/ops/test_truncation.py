@@ -200,7 +200,7 @@ def test_gradients_equal_those_of_the_softmax_over_the_set(
     dtype: torch.dtype, relative: float, rules: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Blocks of two rows, the last one ragged.
-    monkeypatch.setattr("rlbatch_kernels.reference.TILE_ELEMENTS", 2 * 60)
+    monkeypatch.setattr("rlbatch_kernels.softmax.TILE_ELEMENTS", 2 * 60)
     logits = normal(7, 60).to(dtype)
     # Each row's most probable token is in any set.
     ids, mask = logits.argmax(-1), torch.ones(7, dtype=torch.bool)

@@ -1,0 +1,203 @@
+"""The public ops over logprobs: `policy_ratio` for the loss, `alignment_stats` for the verdict.
+
+Arguments are checked here, once. Knows nothing of batches, records or verdicts.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlbatch_kernels import backends
+from rlbatch_kernels.arguments import (
+    LOGPROB_DTYPES,
+    MAX_OFFENDERS_SHOWN,
+    SEGMENT_DTYPES,
+    require_device,
+    require_shape,
+    require_tensor,
+)
+from rlbatch_kernels.errors import ShapeError
+from rlbatch_kernels.reference import bounded, k3
+
+
+class PolicyRatio(NamedTuple):
+    """What `policy_ratio` returns: three tensors [B, T] that agree with each other."""
+
+    log_ratio: Tensor
+    """trainer - inference, nats; 0 where not trained. Never clamped."""
+    ratio: Tensor
+    """exp(log_ratio), its exponent clamped to +-20; 1 where not trained."""
+    inference_kld: Tensor
+    """k3 = ratio - 1 - log_ratio >= 0, nats; 0 where not trained."""
+
+
+class AlignmentStats(NamedTuple):
+    """What `alignment_stats_and_ratio` returns."""
+
+    table: Tensor
+    """[G, len(STAT_COLUMNS)] float64, as `alignment_stats` gives it."""
+    ratio: Tensor
+    """[B, T]: exp(log_ratio), clamped as in `PolicyRatio`, of the compared tokens of segments; else 1."""
+
+
+def policy_ratio(trainer_logprobs: Tensor, inference_logprobs: Tensor, loss_mask: Tensor) -> PolicyRatio:
+    """Importance ratio and inference KLD of every trained token.
+
+    ratio = exp(trainer - inference); inference_kld = ratio - 1 - log_ratio >= 0. What is not finite at a
+    trained position shows in the results as the arithmetic has it (NaN, inf; ratio 0 for a log_ratio of
+    -inf); it is not refused here. Beyond |log_ratio| = 20 the ratio is constant, so its gradient is 0; that
+    of inference_kld is ratio - 1 everywhere.
+
+    Args:
+        trainer_logprobs: [B, T] float32 or float64, nats; of target_ids under the trained weights.
+        inference_logprobs: [B, T] float32 or float64, nats; of the same tokens when sampled; a constant.
+        loss_mask: [B, T] bool; elsewhere log_ratio 0, ratio 1, inference_kld 0, and no gradient, whatever
+            the logprobs hold there.
+
+    Returns:
+        Three [B, T] tensors, float32 (float64 if either argument is); gradient reaches trainer_logprobs only.
+
+    Raises:
+        ShapeError: the three shapes differ.
+        DtypeError: logprobs in half precision or not float, a mask that is not bool, devices that differ.
+
+    Example:
+        trainer [-1.0], inference [-1.5] -> log_ratio 0.5, ratio 1.6487, inference_kld 0.1487
+
+    Source: Schulman 2020, "Approximating KL Divergence", estimator k3.
+    """
+    _require_logprobs(trainer_logprobs, inference_logprobs, "loss_mask", loss_mask)
+    # Masked before exp: where(mask, exp(t - i), 1) has a finite value and a NaN gradient.
+    trainer = torch.where(loss_mask, trainer_logprobs, 0.0)
+    inference = torch.where(loss_mask, inference_logprobs.detach(), 0.0)
+    log_ratio = trainer - inference
+    return PolicyRatio(log_ratio=log_ratio, ratio=bounded(log_ratio).exp(), inference_kld=k3(log_ratio))
+
+
+def alignment_stats(
+    trainer_logprobs: Tensor,
+    inference_logprobs: Tensor,
+    mask: Tensor,
+    segments: Tensor,
+    *,
+    backend: str = backends.AUTO,
+) -> Tensor:
+    """Statistics of every segment: one row a segment, columns as in `STAT_COLUMNS`.
+
+    `count` is the trained tokens of the segment, `num_compared` those finite on both sides, over which all
+    else runs unless said otherwise; log_ratio = trainer - inference. Sums of log_ratio, of its
+    absolute value and square, of k3, k3 capped at 1 nat a token, ratio and its square (the exponent clamped
+    to +-20); `max_abs_log_ratio` (0 over no token) and `max_inference` (-inf over no token). `num_zeros`:
+    inference exactly 0, trainer < -1e-3. `num_confident_disagreements`: inference >= ln 0.5, trainer more
+    than 2 nats lower. `num_trainer_not_finite`, `num_inference_not_finite`: over all trained tokens.
+    `residual_sum_k`, `residual_pairs_k` at each lag k of `LAGS`: over pairs (t, t + k), both trained and both
+    in the segment, inference[t] and trainer[t + k] finite, of |inference[t] - trainer[t + k]|, at most
+    RESIDUAL_CLIP.
+
+    A row of the table is the same to the bit whatever else the batch holds. Values under the mask change
+    nothing. Segments may overlap: each is counted by itself. Sums are exact to 1e-6 of the sum of their
+    terms' sizes, and in float64 on the torch backend. Segments on the host cost no device-to-host copy.
+
+    Args:
+        trainer_logprobs: [B, T] float32 or float64, nats.
+        inference_logprobs: [B, T] float32 or float64, nats.
+        mask: [B, T] bool, True = trained.
+        segments: [G, 4] int32 or int64 (row, start, stop, turn), half-open; `turn` is not read. On the host
+            or on the arguments' device.
+        backend: `auto`, `c` or `torch`.
+
+    Returns:
+        [G, len(STAT_COLUMNS)] float64 on the arguments' device, without gradient.
+
+    Raises:
+        ShapeError: shapes that differ, a segment outside [B, T].
+        DtypeError: logprobs in half precision or not float, a mask that is not bool, devices that differ.
+        BackendError: a backend asked for by name that cannot serve.
+
+    Example:
+        trainer [-1.0, -2.0], inference [-1.5, -2.0], both trained, segment (0, 0, 2, 0) -> count 2,
+        sum_log_ratio 0.5, sum_k3 0.1487, residual_sum_0 0.5 over 2 pairs,
+        residual_sum_1 |-1.5 - -2.0| = 0.5 over 1 pair
+    """
+    return _alignment_stats(trainer_logprobs, inference_logprobs, mask, segments, None, backend)
+
+
+def alignment_stats_and_ratio(
+    trainer_logprobs: Tensor,
+    inference_logprobs: Tensor,
+    mask: Tensor,
+    segments: Tensor,
+    *,
+    backend: str = backends.AUTO,
+) -> AlignmentStats:
+    """`alignment_stats`, and in the same pass the ratio of every token, without gradient.
+
+    For consumers of the weights alone; a loss needs `policy_ratio`, whose ratio carries a gradient.
+
+    Args:
+        trainer_logprobs: as `alignment_stats`.
+        inference_logprobs: as `alignment_stats`.
+        mask: as `alignment_stats`.
+        segments: as `alignment_stats`; a token in none of them has ratio 1.
+        backend: as `alignment_stats`.
+
+    Raises:
+        ShapeError, DtypeError, BackendError: as `alignment_stats`.
+
+    Example:
+        trainer [-1.0, -2.0], inference [-1.5, -2.0], segment (0, 0, 2, 0) -> ratio [1.6487, 1.0]
+    """
+    # Ones are right where no segment is: no pass beside the kernel's fills them in.
+    ratio = torch.ones_like(trainer_logprobs, memory_format=torch.contiguous_format, requires_grad=False)
+    table = _alignment_stats(trainer_logprobs, inference_logprobs, mask, segments, ratio, backend)
+    return AlignmentStats(table=table, ratio=ratio)
+
+
+def _alignment_stats(
+    trainer: Tensor,
+    inference: Tensor,
+    mask: Tensor,
+    segments: Tensor,
+    ratio: Tensor | None,
+    backend: str,
+) -> Tensor:
+    _require_logprobs(trainer, inference, "mask", mask)
+    if trainer.dim() != 2:
+        raise ShapeError(f"trainer_logprobs: found shape {list(trainer.shape)}, expected [B, T]")
+    host = _host_segments(segments, trainer)
+    chosen = backends.choose("alignment_stats", backend, trainer, inference)
+    with torch.no_grad():
+        return chosen.segment_stats(trainer, inference, mask, host, ratio)
+
+
+def _require_logprobs(trainer: Tensor, inference: Tensor, mask_name: str, mask: Tensor) -> None:
+    require_tensor("trainer_logprobs", trainer, LOGPROB_DTYPES)
+    require_tensor("inference_logprobs", inference, LOGPROB_DTYPES)
+    require_tensor(mask_name, mask, (torch.bool,))
+    for name, value in (("inference_logprobs", inference), (mask_name, mask)):
+        require_shape(name, value, trainer.shape, "that of trainer_logprobs")
+        require_device(name, value, trainer.device, "trainer_logprobs")
+
+
+def _host_segments(segments: Tensor, trainer: Tensor) -> Tensor:
+    """[G, 4] int64 on the host, each inside the batch."""
+    require_tensor("segments", segments, SEGMENT_DTYPES)
+    if segments.dim() != 2 or segments.shape[1] != 4:
+        raise ShapeError(f"segments: found shape {list(segments.shape)}, expected [G, 4]")
+    if segments.device.type != "cpu":
+        require_device("segments", segments, trainer.device, "trainer_logprobs")
+    host = segments.to("cpu", torch.int64)
+    row, start, stop = host[:, 0], host[:, 1], host[:, 2]
+    num_rows, num_positions = trainer.shape
+    inside = (row >= 0) & (row < num_rows) & (start >= 0) & (start <= stop) & (stop <= num_positions)
+    if not bool(inside.all()):
+        outside = (~inside).nonzero()[:, 0].tolist()
+        shown = ", ".join(
+            f"{index}: {tuple(host[index].tolist())}" for index in outside[:MAX_OFFENDERS_SHOWN]
+        )
+        raise ShapeError(
+            f"segments: found {len(outside)} outside the batch ({shown}), expected (row, start, stop, turn) "
+            f"with 0 <= row < {num_rows} and 0 <= start <= stop <= {num_positions}"
+        )
+    return host

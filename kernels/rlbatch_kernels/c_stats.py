@@ -1,0 +1,46 @@
+"""`segment_stats` by the C kernel: one pass over float32 logprobs on the CPU."""
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from rlbatch_kernels import c_library, stats
+from rlbatch_kernels.reference import MAX_EXPONENT
+
+LIMITS = c_library.Limits(
+    max_exponent=MAX_EXPONENT,
+    k3_cap=stats.K3_CAP,
+    zero_needs_below=stats.ZERO_NEEDS_BELOW,
+    confident_from=stats.CONFIDENT_FROM,
+    disagrees_by=stats.DISAGREES_BY,
+    residual_clip=stats.RESIDUAL_CLIP,
+)
+
+
+def segment_stats(
+    trainer: Tensor, inference: Tensor, mask: Tensor, segments: Tensor, ratio: Tensor | None = None
+) -> Tensor:
+    """The table [G, len(STAT_COLUMNS)] float64, as `stats.segment_stats`; arguments are trusted.
+
+    A token's numbers are float32, sums of more than 256 tokens float64: 1e-6 relative.
+    """
+    trainer, inference, mask = trainer.contiguous(), inference.contiguous(), mask.contiguous()
+    segments = segments.to(torch.int64).contiguous()
+    table = torch.empty(len(segments), len(stats.STAT_COLUMNS), dtype=torch.float64)
+    failed = c_library.library().rlb_alignment_stats(
+        c_library.pointer(trainer),
+        c_library.pointer(inference),
+        c_library.pointer(mask),
+        c_library.pointer(ratio),
+        trainer.shape[1],
+        c_library.pointer(segments),
+        len(segments),
+        ctypes.byref(LIMITS),
+        c_library.pointer(table),
+        c_library.level(),
+        c_library.num_threads(int((segments[:, 2] - segments[:, 1]).sum())),
+    )
+    if failed:
+        raise MemoryError(f"alignment_stats: no memory for partial results of {len(segments)} segments")
+    return table

@@ -1,0 +1,274 @@
+/* alignment_stats: one chunk of one segment. Included once a processor level. */
+
+#undef BLOCK
+#define BLOCK (LANE_TOKENS * LANES)
+
+/* Sums over the tokens of a chunk, lane by lane: float32 within a block, float64 between blocks. */
+struct NAME(sums) {
+    vd value[NUM_VALUES];
+    vi count[NUM_COUNTS];
+    vf max_abs_log_ratio, max_inference;
+    int64_t num_clean; /* tokens of clean blocks, which count in every count but two */
+};
+
+/* ratio - 1 - log_ratio for |x| < 1, where the difference would lose digits; the first term left out is 4e-8 of
+ * the sum at 1. */
+static INLINE vf NAME(k3_series)(vf x) {
+    vf series = x * 2.7557319e-7f + 2.7557319e-6f; /* 1/10!, 1/9! */
+    series = series * x + 2.4801587e-5f;
+    series = series * x + 1.9841270e-4f;
+    series = series * x + 1.3888889e-3f;
+    series = series * x + 8.3333333e-3f;
+    series = series * x + 4.1666668e-2f;
+    series = series * x + 1.6666667e-1f;
+    series = series * x + 0.5f;
+    return series * (x * x);
+}
+
+static INLINE vf NAME(clamped)(vf x, float limit) {
+    x = NAME(select)(x > limit, NAME(splat)(limit), x);
+    return NAME(select)(x < -limit, NAME(splat)(-limit), x);
+}
+
+/* LANES tokens: everything but the residuals. What may stand in a pair goes to the two buffers, else NaN. */
+static INLINE void NAME(stats_of)(vf t, vf i, vi mask, const struct limits *at, vf *value, vi *count, vf *maxima,
+                                  float *usable_trainer, float *usable_inference, float *ratio_out) {
+    const vf nan = NAME(splat)(__builtin_nanf(""));
+    vi t_fine = mask & NAME(finite)(t), i_fine = mask & NAME(finite)(i), both = t_fine & i_fine;
+    NAME(store)(usable_trainer, NAME(select)(t_fine, t, nan));
+    NAME(store)(usable_inference, NAME(select)(i_fine, i, nan));
+    vf d = (vf)((vi)(t - i) & both), size = NAME(absolute)(d);
+    vf ratio = NAME(exp)(NAME(clamped)(d, at->max_exponent));
+    vf k3 = NAME(select)(size < 1.0f, NAME(k3_series)(d), (ratio - 1.0f) - d);
+    vf counted = (vf)((vi)ratio & both);
+    value[SUM_LOG_RATIO] += d;
+    value[SUM_ABS_LOG_RATIO] += size;
+    value[SUM_SQ_LOG_RATIO] += d * d;
+    value[SUM_K3] += k3;
+    value[SUM_K3_CAPPED] += NAME(smaller)(k3, NAME(splat)(at->k3_cap));
+    value[SUM_RATIO] += counted;
+    value[SUM_SQ_RATIO] += counted * counted;
+    /* A mask's lanes are 0 or -1. */
+    count[COUNT] -= mask;
+    count[NUM_COMPARED] -= both;
+    count[NUM_ZEROS] -= both & (i == 0.0f) & (t < at->zero_needs_below);
+    count[NUM_CONFIDENT] -= both & (i >= at->confident_from) & (d < -at->disagrees_by);
+    count[NUM_TRAINER_FINE] -= t_fine;
+    count[NUM_INFERENCE_FINE] -= i_fine;
+    maxima[0] = NAME(larger)(size, maxima[0]);
+    maxima[1] = NAME(larger)(NAME(select)(both, i, NAME(splat)(-INFINITY)), maxima[1]);
+    if (ratio_out) NAME(store)(ratio_out, NAME(select)(both, ratio, NAME(splat)(1.0f)));
+}
+
+/* The residuals of a block: each inference logprob beside the trainer's at every lag. */
+static INLINE void NAME(residuals_of)(const float *trainer, const float *inference, int vectors, float clip,
+                                      struct NAME(sums) *sums) {
+    vf value[NUM_LAGS] = {{0}};
+    vi pairs[NUM_LAGS] = {{0}};
+    for (int v = 0; v < vectors; v++) {
+        vf i = NAME(load)(inference + v * LANES);
+        for (int lag = 0; lag < NUM_LAGS; lag++) {
+            vf apart = NAME(absolute)(i - NAME(load)(trainer + v * LANES + lag));
+            /* False where either is NaN: no pair. */
+            vi paired = apart == apart;
+            vf kept = NAME(select)(apart < clip, apart, NAME(splat)(clip));
+            value[lag] += (vf)((vi)kept & paired);
+            pairs[lag] -= paired;
+        }
+    }
+    for (int lag = 0; lag < NUM_LAGS; lag++) {
+        sums->value[RESIDUAL_SUM + lag] += __builtin_convertvector(value[lag], vd);
+        sums->count[NUM_PAIRS + lag] += pairs[lag];
+    }
+}
+
+static INLINE float NAME(partner)(const struct tokens *of, int64_t at, int64_t start, int64_t stop) {
+    int there = at >= start && at < stop && of->mask[at] && isfinite(of->trainer[at]);
+    return there ? of->trainer[at] : NAN;
+}
+
+/* Any tokens [first, first + n) of the segment [start, stop); n <= BLOCK. */
+static INLINE void NAME(any_block)(const struct tokens *of, int64_t start, int64_t stop, int64_t first, int n,
+                                     const struct limits *at, struct NAME(sums) *sums) {
+    float trainer[BLOCK + LANES + 2 * MAX_LAG], inference[BLOCK + LANES];
+    vf value[RESIDUAL_SUM] = {{0}};
+    vi count[NUM_PAIRS] = {{0}};
+    vf maxima[2] = {sums->max_abs_log_ratio, sums->max_inference};
+    int done = 0;
+    for (; done + LANES <= n; done += LANES) {
+        int64_t j = first + done;
+        NAME(stats_of)(NAME(load)(of->trainer + j), NAME(load)(of->inference + j), NAME(load_mask)(of->mask + j), at,
+                       value, count, maxima, trainer + MAX_LAG + done, inference + done,
+                       of->ratio ? of->ratio + j : NULL);
+    }
+    if (done < n) {
+        float t[LANES] = {0}, i[LANES] = {0}, ratio[LANES];
+        uint8_t mask[LANES] = {0};
+        size_t left = (size_t)(n - done);
+        memcpy(t, of->trainer + first + done, left * sizeof *t);
+        memcpy(i, of->inference + first + done, left * sizeof *i);
+        memcpy(mask, of->mask + first + done, left);
+        NAME(stats_of)(NAME(load)(t), NAME(load)(i), NAME(load_mask)(mask), at, value, count, maxima,
+                       trainer + MAX_LAG + done, inference + done, of->ratio ? ratio : NULL);
+        if (of->ratio) memcpy(of->ratio + first + done, ratio, left * sizeof *ratio);
+    }
+    for (int k = 0; k < MAX_LAG; k++) {
+        trainer[k] = NAME(partner)(of, first - MAX_LAG + k, start, stop);
+        trainer[MAX_LAG + n + k] = NAME(partner)(of, first + n + k, start, stop);
+    }
+    for (int k = 0; k < RESIDUAL_SUM; k++) sums->value[k] += __builtin_convertvector(value[k], vd);
+    for (int k = 0; k < NUM_PAIRS; k++) sums->count[k] += count[k];
+    sums->max_abs_log_ratio = maxima[0];
+    sums->max_inference = maxima[1];
+    NAME(residuals_of)(trainer, inference, (n + LANES - 1) / LANES, at->residual_clip, sums);
+}
+
+/* What a clean block adds, told apart from what any block adds by its first pass. */
+struct NAME(clean) {
+    vf log_ratio, abs_log_ratio, sq_log_ratio, residual[NUM_LAGS], max_abs, max_inference;
+};
+
+static INLINE int NAME(all_trained)(const uint8_t *mask) {
+    uint8_t all = 1;
+    for (int j = 0; j < BLOCK; j++) all &= mask[j] != 0;
+    return all;
+}
+
+/* One pass over BLOCK tokens whose partners at every lag are there: all that needs no exponential. */
+static INLINE void NAME(clean_pass)(const float *trainer, const float *inference, float clip, float *log_ratio,
+                                    struct NAME(clean) *to) {
+    struct NAME(clean) sums = *to;
+    for (int j = 0; j < BLOCK; j += LANES) {
+        __builtin_prefetch(trainer + j + PREFETCH);
+        __builtin_prefetch(inference + j + PREFETCH);
+        vf i = NAME(load)(inference + j), d = NAME(load)(trainer + j) - i, size = NAME(absolute)(d);
+        NAME(store)(log_ratio + j, d);
+        sums.log_ratio += d;
+        sums.abs_log_ratio += size;
+        sums.sq_log_ratio += d * d;
+        sums.max_abs = NAME(larger)(size, sums.max_abs);
+        sums.max_inference = NAME(larger)(i, sums.max_inference);
+        for (int lag = 0; lag < NUM_LAGS; lag++) {
+            vf apart = NAME(absolute)(i - NAME(load)(trainer + j + lag - MAX_LAG));
+            sums.residual[lag] += NAME(smaller)(apart, NAME(splat)(clip));
+        }
+    }
+    *to = sums;
+}
+
+/* The sums over ratios, of BLOCK log ratios below SMALL. With u = ratio - 1 = log_ratio + k3 the sum of ratios is
+ * BLOCK + sum u, and that of their squares BLOCK + 2 sum u + sum u^2. */
+static INLINE void NAME(small_ratios)(const float *log_ratio, vf sum_log_ratio, vf *value, float *ratio_out) {
+    vf sum_k3 = {0}, sum_sq = {0};
+    for (int j = 0; j < BLOCK; j += LANES) {
+        vf d = NAME(load)(log_ratio + j);
+        /* 1/7! to 1/2!; at 1/4 the first term left out is 1e-8 of the sum. */
+        vf series = d * 1.9841270e-4f + 1.3888889e-3f;
+        series = series * d + 8.3333333e-3f;
+        series = series * d + 4.1666668e-2f;
+        series = series * d + 1.6666667e-1f;
+        series = series * d + 0.5f;
+        vf k3 = series * (d * d), above_one = d + k3;
+        sum_k3 += k3;
+        sum_sq += above_one * above_one;
+        if (ratio_out) NAME(store)(ratio_out + j, 1.0f + above_one);
+    }
+    vf above_one = sum_log_ratio + sum_k3, ones = NAME(splat)(BLOCK / LANES);
+    value[SUM_K3] = value[SUM_K3_CAPPED] = sum_k3;
+    value[SUM_RATIO] = ones + above_one;
+    value[SUM_SQ_RATIO] = ones + (2.0f * above_one + sum_sq);
+}
+
+/* The same of any finite log ratios. */
+static INLINE void NAME(large_ratios)(const float *log_ratio, const struct limits *at, vf *value, float *ratio_out) {
+    for (int j = 0; j < BLOCK; j += LANES) {
+        vf d = NAME(load)(log_ratio + j), ratio = NAME(exp)(NAME(clamped)(d, at->max_exponent));
+        vf k3 = NAME(select)(NAME(absolute)(d) < 1.0f, NAME(k3_series)(d), (ratio - 1.0f) - d);
+        value[SUM_K3] += k3;
+        value[SUM_K3_CAPPED] += NAME(smaller)(k3, NAME(splat)(at->k3_cap));
+        value[SUM_RATIO] += ratio;
+        value[SUM_SQ_RATIO] += ratio * ratio;
+        if (ratio_out) NAME(store)(ratio_out + j, ratio);
+    }
+}
+
+/* The two counts that a clean block can have beside the number of its tokens. */
+static INLINE void NAME(clean_counts)(const float *trainer, const float *inference, const struct limits *at,
+                                      vi *count) {
+    for (int j = 0; j < BLOCK; j += LANES) {
+        vf t = NAME(load)(trainer + j), i = NAME(load)(inference + j);
+        count[NUM_ZEROS] -= (i == 0.0f) & (t < at->zero_needs_below);
+        count[NUM_CONFIDENT] -= (i >= at->confident_from) & (t - i < -at->disagrees_by);
+    }
+}
+
+/* A whole block in the middle of a segment, every token of it and its partners trained and finite: the common case,
+ * at half the instructions. 0 and nothing added where it is no such block. */
+static INLINE int NAME(clean_block)(const struct tokens *of, int64_t first, const struct limits *at,
+                                    struct NAME(sums) *sums) {
+    const float *trainer = of->trainer + first, *inference = of->inference + first;
+    __builtin_prefetch(of->mask + first + PREFETCH);
+    if (!NAME(all_trained)(of->mask + first)) return 0;
+    for (int k = 1; k <= MAX_LAG; k++)
+        if (!of->mask[first - k] || !isfinite(trainer[-k]) || !of->mask[first + BLOCK + k - 1] ||
+            !isfinite(trainer[BLOCK + k - 1]))
+            return 0;
+    float log_ratio[BLOCK];
+    struct NAME(clean) found = {.max_inference = NAME(splat)(-INFINITY)};
+    NAME(clean_pass)(trainer, inference, at->residual_clip, log_ratio, &found);
+    /* A NaN or an infinity on either side is one in here. */
+    if (!isfinite(NAME(total_of)(found.abs_log_ratio))) return 0;
+    vf value[RESIDUAL_SUM] = {{0}};
+    float largest = NAME(largest)(found.max_abs), most = NAME(largest)(found.max_inference);
+    float *ratio_out = of->ratio ? of->ratio + first : NULL;
+    /* No k3 below SMALL reaches a cap as large as SMALL. */
+    if (largest < SMALL && at->k3_cap >= SMALL) NAME(small_ratios)(log_ratio, found.log_ratio, value, ratio_out);
+    else NAME(large_ratios)(log_ratio, at, value, ratio_out);
+    if (most >= 0.0f || largest > at->disagrees_by) NAME(clean_counts)(trainer, inference, at, sums->count);
+    value[SUM_LOG_RATIO] = found.log_ratio;
+    value[SUM_ABS_LOG_RATIO] = found.abs_log_ratio;
+    value[SUM_SQ_LOG_RATIO] = found.sq_log_ratio;
+    for (int k = 0; k < RESIDUAL_SUM; k++) sums->value[k] += __builtin_convertvector(value[k], vd);
+    for (int lag = 0; lag < NUM_LAGS; lag++)
+        sums->value[RESIDUAL_SUM + lag] += __builtin_convertvector(found.residual[lag], vd);
+    sums->max_abs_log_ratio = NAME(larger)(found.max_abs, sums->max_abs_log_ratio);
+    sums->max_inference = NAME(larger)(found.max_inference, sums->max_inference);
+    sums->num_clean += BLOCK;
+    return 1;
+}
+
+/* Tokens [first, first + n) of the segment [start, stop); n <= BLOCK. */
+static INLINE void NAME(stats_block)(const struct tokens *of, int64_t start, int64_t stop, int64_t first, int n,
+                                     const struct limits *at, struct NAME(sums) *sums) {
+    int inner = n == BLOCK && first - MAX_LAG >= start && first + BLOCK + MAX_LAG <= stop;
+    if (!(inner && NAME(clean_block)(of, first, at, sums)))
+        NAME(any_block)(of, start, stop, first, n, at, sums);
+}
+
+/* One chunk [first, last) of the segment [start, stop) to one row of the table. */
+static void NAME(stats_chunk)(const struct tokens *of, int64_t start, int64_t stop, int64_t first, int64_t last,
+                              const struct limits *at, double *row) {
+    struct NAME(sums) sums;
+    memset(&sums, 0, sizeof sums);
+    sums.max_inference = NAME(splat)(-INFINITY);
+    for (int64_t j = first; j < last; j += BLOCK)
+        NAME(stats_block)(of, start, stop, j, (int)(last - j < BLOCK ? last - j : BLOCK), at, &sums);
+    int64_t counts[NUM_COUNTS];
+    for (int k = 0; k < NUM_COUNTS; k++) {
+        counts[k] = NAME(count)(sums.count[k]);
+        if (k != NUM_ZEROS && k != NUM_CONFIDENT) counts[k] += sums.num_clean;
+    }
+    row[0] = (double)counts[COUNT];
+    row[1] = (double)counts[NUM_COMPARED];
+    for (int k = 0; k < RESIDUAL_SUM; k++) row[2 + k] = NAME(sum)(sums.value[k]);
+    row[MAX_ABS_COLUMN] = NAME(largest)(sums.max_abs_log_ratio);
+    row[MAX_INFERENCE_COLUMN] = NAME(largest)(sums.max_inference);
+    row[11] = (double)counts[NUM_ZEROS];
+    row[12] = (double)counts[NUM_CONFIDENT];
+    row[13] = (double)(counts[COUNT] - counts[NUM_TRAINER_FINE]);
+    row[14] = (double)(counts[COUNT] - counts[NUM_INFERENCE_FINE]);
+    for (int lag = 0; lag < NUM_LAGS; lag++) {
+        row[15 + lag] = NAME(sum)(sums.value[RESIDUAL_SUM + lag]);
+        row[15 + NUM_LAGS + lag] = (double)counts[NUM_PAIRS + lag];
+    }
+}
