@@ -35,7 +35,7 @@ from rlbatch.batch import Batch, Layout
 from rlbatch.collate import collate
 from rlbatch.errors import RlbatchError
 from rlbatch.faults import FAULTS
-from rlbatch.loader import RolloutLoader
+from rlbatch.loader import Checks, RolloutLoader
 from rlbatch.records import Provenance, Sample, SamplingParams, Trajectory, Turn, VersionSpan
 from rlbatch.scoring import load_model, model_vocab_size, tokenizer_fingerprint, trainer_logprobs
 from rlbatch.storage import open_reader, write_shard
@@ -213,7 +213,8 @@ class Rollouts:
 def load_batches(shard: Path, settings: Settings, vocab_size: int) -> list[Batch]:
     """The micro-batches of one shard."""
     if not settings.unchecked:
-        loader = RolloutLoader(shard, layout=settings.layout, max_tokens=MAX_TOKENS, vocab_size=vocab_size)
+        checks = Checks(vocab_size=vocab_size)
+        loader = RolloutLoader(shard, layout=settings.layout, max_tokens=MAX_TOKENS, checks=checks)
         return list(loader)
     samples = open_reader(shard).samples()
     return [collate(samples[at : at + 8], layout=settings.layout) for at in range(0, len(samples), 8)]

@@ -6,6 +6,7 @@ Knows nothing of engines, files or tensors; numpy only.
 """
 
 from rlbatch.records.comparison import identical
+from rlbatch.records.layout import ALIGNS, LayoutArrays
 from rlbatch.records.provenance import (
     LOGPROBS_MODES,
     PURPOSES,
@@ -20,11 +21,13 @@ from rlbatch.records.token_fields import TOKEN_FIELDS, UNKNOWN_VERSION, Align, T
 from rlbatch.records.turn import FINISH_REASONS, FinishReason, Trajectory, Turn, Usage, VersionSpan
 
 __all__ = [
+    "ALIGNS",
     "Align",
     "EXPERT_DTYPES",
     "FINISH_REASONS",
     "FinishReason",
     "LOGPROBS_MODES",
+    "LayoutArrays",
     "LogprobsMode",
     "Origin",
     "PURPOSES",

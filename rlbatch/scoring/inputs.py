@@ -16,8 +16,9 @@ class ModelInputs(TypedDict):
 
     input_ids: Tensor
     """[B, T] int64."""
-    position_ids: Tensor
-    """[B, T] int64; a packed row is split into its sequences where they restart."""
+    position_ids: NotRequired[Tensor]
+    """[B, T] int64; a packed row is split into its sequences where they restart. Absent where the model
+    computes them from its media."""
     use_cache: Literal[False]
     attention_mask: NotRequired[Tensor]
     """[B, T] int64, 1 at tokens; absent when packed."""
@@ -38,7 +39,9 @@ def model_inputs(batch: Batch) -> ModelInputs:
     Example:
         packed, lengths 3 and 2: position_ids [[0, 1, 2, 0, 1]], use_cache False, no attention_mask
     """
-    inputs = ModelInputs(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False)
+    inputs = ModelInputs(input_ids=batch.input_ids, use_cache=False)
+    if batch.position_ids is not None:
+        inputs["position_ids"] = batch.position_ids
     if batch.attention_mask is not None:
         # 0 and 1 as tokenizers give it: some models compute with the mask, which bool does not allow.
         inputs["attention_mask"] = batch.attention_mask.to(torch.int64)

@@ -66,9 +66,16 @@ class ShardReader:
         provenances: the distinct ones of all shards.
     """
 
-    def __init__(self, paths: Sequence[str | Path], *, leftovers: Sequence[str] = ()) -> None:
-        self._shards = [Shard(Path(path)) for path in paths]
-        self.paths = tuple(str(path) for path in paths)
+    def __init__(
+        self,
+        paths: Sequence[str | Path],
+        *,
+        leftovers: Sequence[str] = (),
+        opened: "ShardReader | None" = None,
+    ) -> None:
+        before: Sequence[Shard] = () if opened is None else opened._shards
+        self._shards: list[Shard] = [*before, *(Shard(Path(path)) for path in paths)]
+        self.paths = tuple(str(shard.path) for shard in self._shards)
         self.leftovers = tuple(leftovers)
         # Sample i lies in the shard whose first sample is the last one not after i.
         self._firsts = np.cumsum([0, *(len(shard) for shard in self._shards)])
@@ -131,6 +138,55 @@ class ShardReader:
         """
         for shard in self._shards:
             shard.verify()
+
+    def extended(self, paths: Sequence[str | Path]) -> "ShardReader":
+        """The same samples and then those of further shards; what is open stays open and verified.
+
+        Raises:
+            StorageError: as `open_reader`, of the further shards.
+        """
+        return ShardReader(paths, leftovers=self.leftovers, opened=self)
+
+    def sample_ids(self, *, start: int = 0) -> list[str]:
+        """The id of each sample from `start` on, which is the first of a shard.
+
+        Raises:
+            StorageError: shard-altered.
+        """
+        return self._texts("sample_id", start)
+
+    def group_ids(self) -> list[str]:
+        """[N] the id of each sample's group; the empty text where it is of none.
+
+        Raises:
+            StorageError: shard-altered.
+        """
+        return self._texts("group_id", 0)
+
+    def _texts(self, name: str, start: int) -> list[str]:
+        shards = zip(self._shards, self._firsts.tolist(), strict=False)
+        return [text for shard, first in shards if first >= start for text in shard.texts(name)]
+
+    def seals(self) -> tuple[str, ...]:
+        """The checksum of each shard's header, which holds those of its arrays: equal where contents are."""
+        return tuple(shard.seal for shard in self._shards)
+
+    def require_unchanged(self, indices: Iterable[int]) -> None:
+        """Refuse to go on where a shard of these samples is gone, or was written to since it was opened.
+
+        Raises:
+            StorageError: store-changed.
+        """
+        for shard in self._shards_of(indices):
+            shard.require_unchanged()
+
+    def release(self, indices: Iterable[int]) -> None:
+        """Let the system take back the memory of the shards that hold these samples; they stay readable."""
+        for shard in self._shards_of(indices):
+            shard.release()
+
+    def _shards_of(self, indices: Iterable[int]) -> list[Shard]:
+        return list({id(shard): shard for shard, _ in map(self._locate, indices)}.values())
 
     def location(self, index: int) -> tuple[str, int]:
         """Where sample `index` is stored: the shard's path, and the index in it.

@@ -7,10 +7,12 @@ views, and keep the map alive.
 Knows one file; opens no other, whatever is written in it.
 """
 
+import mmap
+import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +31,7 @@ from rlbatch.storage.columns import (
     read_finish_reasons,
     read_provenances,
 )
-from rlbatch.storage.files import refusal, unusable
+from rlbatch.storage.files import reason, refusal, unusable
 from rlbatch.storage.format import Entry, read_header, shown
 
 _TOKEN_ARRAYS = frozenset({EXPERTS, *(spec.name for spec in TOKEN_FIELDS)})
@@ -58,11 +60,16 @@ class Shard:
                 raise refusal("file-unusable", path, expected="a file", found="something else of that name")
             with path.open("rb") as file:
                 header = read_header(path, file, schema=SAMPLES)
-                body = _map(file)
+                mapped = np.memmap(file, dtype=np.uint8, mode="r")
+                self._identity = _identity(os.fstat(file.fileno()))
         except StorageError:
             raise
         except OSError as error:
             raise unusable(path, error) from error
+        self.seal: str = header.metadata["header_crc32"]
+        self._map = cast(mmap.mmap, mapped.base)
+        # As a plain array: slices of np.memmap are slow to make, and pickle as if they were files.
+        body = np.asarray(mapped)
         self._entries = {entry.name: entry for entry in header.entries}
         self._unverified = set(self._entries)
         self._arrays = {
@@ -83,7 +90,49 @@ class Shard:
         Raises:
             StorageError: shard-altered, naming the array.
         """
-        self._verify(tuple(self._unverified))
+        if self._unverified:
+            self._verify(tuple(self._unverified))
+            # Else a look at every shard of a large store would count as memory of this process.
+            self.release()
+
+    def release(self) -> None:
+        """Let the system take back the pages that were read; they are read again when touched."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED)
+
+    def require_unchanged(self) -> None:
+        """Refuse to read on where the file is not the one that was opened.
+
+        A file that was cut short under a map kills the process that touches the missing part; so this is
+        asked before every step. It compares what the system keeps of a file, not its contents.
+
+        Raises:
+            StorageError: store-changed, the file is gone, or another one.
+        """
+        try:
+            found = _identity(self.path.stat())
+        except OSError as error:
+            raise refusal(
+                "store-changed", self.path, expected="the shard that was opened", found=reason(error)
+            ) from error
+        if found != self._identity:
+            raise refusal(
+                "store-changed",
+                self.path,
+                expected=f"the shard that was opened, {self._identity[1]} bytes",
+                found=f"{found[1]} bytes, written since" if found[0] == self._identity[0] else "another file",
+            )
+
+    def texts(self, name: str) -> list[str]:
+        """[N] the values of a column of text; the empty text where there is none.
+
+        Raises:
+            StorageError: shard-altered, they are not text.
+        """
+        try:
+            return [self._text(name, index) for index in range(len(self))]
+        except ValueError as error:
+            raise refusal("shard-altered", self.path, expected="text", found=shown(str(error))) from error
 
     def sample(self, index: int) -> Sample:
         """Sample `index`, 0 <= index < N, its arrays views of the file; their checksums are not looked at.
@@ -169,9 +218,9 @@ class Shard:
             self._unverified.discard(name)
 
 
-def _map(file: BinaryIO) -> NDArray[np.uint8]:
-    # As a plain array over the map: slices of np.memmap are slow to make, and pickle as if they were files.
-    return np.asarray(np.memmap(file, dtype=np.uint8, mode="r"))
+def _identity(status: os.stat_result) -> tuple[int, int, int]:
+    """What tells a file from one that replaced it, or from itself after a write."""
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _check_names(path: Path, entries: Mapping[str, Entry]) -> None:
