@@ -263,7 +263,7 @@ def test_a_row_that_became_no_sample_keeps_all_from_being_written(tmp_path: Path
 
 def test_what_cannot_be_compared_is_converted_with_a_warning(rollouts: Path, tmp_path: Path) -> None:
     path = rollouts / "fp32_processed__t1_topp08.json"
-    result = rlbatch("convert", path, "--out", tmp_path / "shards", *PROCESSED)
+    result = rlbatch("convert", path, "--out", tmp_path / "shards", *ELSEWHERE)
     assert result.exit_code == 0
     assert result.stderr == "warnings: 32 incomparable\n"
     assert len(open_reader(tmp_path / "shards")) == 32
