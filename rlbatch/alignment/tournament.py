@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from rlbatch_kernels import RESIDUAL_CLIP
+
 CERTAIN_WIDTH = 0.02
 """Share of the noise that a token of probability 1 has: rounding of the softmax."""
 WIDTH_FLOOR = 1e-4
@@ -86,19 +88,21 @@ def fit(
                 value = float(parameters[best] + shares[at] * (parameters[other] - parameters[best]))
             shares = np.linspace(shares[at] - step, shares[at] + step, 21).clip(0, 1)
     moved = column - stated
-    differences = np.clip(inference - stated, -4, 4)
+    differences, tame, left = (
+        np.clip(each, -RESIDUAL_CLIP, RESIDUAL_CLIP)
+        for each in (inference - stated, moved, inference - column)
+    )
     weight = 1 / np.square(wide)
-    power = max(float((weight * np.square(moved)).sum()), 1e-12)
-    left = np.clip(inference - column, -4, 4)
-    slope = float((weight * moved * differences).sum() / power)
+    power = max(float((weight * np.square(tame)).sum()), 1e-12)
+    slope = float((weight * tame * differences).sum() / power)
     nothing = float(score(inference - stated, wide))
     return Fit(
         parameter=value,
         gain=top - nothing,
         free_gain=float(score(inference - stated - slope * moved, wide)) - nothing,
-        width=float(np.minimum(np.abs(inference - column), 4.0).mean()),
+        width=float(np.abs(left).mean()),
         slope=slope,
-        slope_error=float(np.sqrt((np.square(weight * moved * left)).sum())) / power,
+        slope_error=float(np.sqrt((np.square(weight * tame * left)).sum())) / power,
         num_informative=int(np.count_nonzero(np.abs(moved) > INFORMATIVE)),
     )
 
