@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from rlbatch.alignment.limits import LAG_VOTE
 from rlbatch_kernels import RESIDUAL_CLIP
 
 CERTAIN_WIDTH = 0.02
@@ -36,6 +37,10 @@ class Fit:
     """Its standard error."""
     free_gain: float
     """`gain` with that slope, instead of 1."""
+    num_for: int
+    """Tokens that it fits better than what is stated, by a vote."""
+    num_against: int
+    """The same the other way."""
     num_informative: int
     """Tokens at which it predicts another value than what is stated."""
 
@@ -96,7 +101,10 @@ def fit(
     power = max(float((weight * np.square(tame)).sum()), 1e-12)
     slope = float((weight * tame * differences).sum() / power)
     nothing = float(score(inference - stated, wide))
+    better = np.abs(differences) - np.abs(left)
     return Fit(
+        num_for=int(np.count_nonzero(better > LAG_VOTE)),
+        num_against=int(np.count_nonzero(better < -LAG_VOTE)),
         parameter=value,
         gain=top - nothing,
         free_gain=float(score(inference - stated - slope * moved, wide)) - nothing,
