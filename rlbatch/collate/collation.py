@@ -116,8 +116,9 @@ def _tensors(columns: Sequence[Column], place: Place, parts: Parts, allocate: Al
     slots["segments"] = Slot(dtype=torch.int32, shape=(len(parts.segments), 4))
     buffer, views = place_slots(list(slots.values()), allocate)
     tensors = dict(zip(slots, views, strict=True))
+    without_target = place.without_target()
     for column in columns:
-        column.write(tensors[column.name].numpy(), place)
+        column.write(tensors[column.name].numpy(), place, without_target)
     write_position_ids(tensors["position_ids"].numpy(), place)
     if packed is None:
         write_attention_mask(tensors["attention_mask"].numpy(), place)

@@ -47,12 +47,16 @@ class Column:
         """What it needs of the buffer."""
         return Slot(dtype=_TORCH[self.dtype], shape=(*place.shape, *self.entry))
 
-    def write(self, out: NDArray[Any], place: Place) -> None:
-        """Fill all of [B, T, ...]: nothing of what `out` held stays."""
+    def write(self, out: NDArray[Any], place: Place, without_target: NDArray[np.int64]) -> None:
+        """Fill all of [B, T, ...]: nothing of what `out` held stays.
+
+        Args:
+            out: the tensor's memory.
+            place: where the sequences lie.
+            without_target: `place.without_target()`, which all columns share.
+        """
         flat = out.reshape(place.num_positions, *self.entry)
-        # Contiguous, since numpy copies that faster than it repeats one value.
-        num_entries = max(1, FILLER_BYTES // (self.dtype.itemsize * math.prod(self.entry)))
-        filler = np.full((num_entries, *self.entry), self.padding, self.dtype)
+        filler = self._filler(place)
         values = [
             np.full((length - self.missing, *self.entry), self.padding, self.dtype)
             if value is None
@@ -64,7 +68,12 @@ class Column:
             np.concatenate(pieces, out=flat)
             return
         np.concatenate([pieces[0][1:], *pieces[1:], filler[:1]], out=flat)
-        flat[place.without_target()] = self.padding
+        flat[without_target] = self.padding
+
+    def _filler(self, place: Place) -> NDArray[Any]:
+        """Contiguous, which numpy copies faster than one value; a single entry where no more is used."""
+        most = FILLER_BYTES // (self.dtype.itemsize * math.prod(self.entry)) if place.has_padding else 1
+        return np.full((max(1, most), *self.entry), self.padding, self.dtype)
 
 
 _TORCH = {
