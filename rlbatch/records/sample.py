@@ -1,8 +1,8 @@
 """`Sample`: one trainable flat sequence, with the runs of sampled tokens in it, and where it came from."""
 
-from collections.abc import Sequence, Sized
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -87,6 +87,17 @@ class Sample:
         self._check_names()
         self._check_tokens()
         self._derive()
+
+    @classmethod
+    def unchecked(cls, fields: Mapping[str, Any]) -> "Sample":
+        """A sample of all its fields, derived ones too, which were checked for many samples at once.
+
+        Arrays are read-only, and of the dtypes and lengths of `TOKEN_FIELDS`.
+        """
+        sample = object.__new__(cls)
+        for name, value in fields.items():
+            object.__setattr__(sample, name, value)
+        return sample
 
     def _derive(self) -> None:
         segments = tuple(sampled_segments(self.turn))

@@ -22,7 +22,15 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from rlbatch.records import EXPERT_DTYPES, TOKEN_FIELDS, FinishReason, Provenance, Sample, SamplingParams
+from rlbatch.records import (
+    EXPERT_DTYPES,
+    FINISH_REASONS,
+    TOKEN_FIELDS,
+    FinishReason,
+    Provenance,
+    Sample,
+    SamplingParams,
+)
 from rlbatch.storage.format import Schema, load_json
 
 SAMPLES = Schema(name="rlbatch.samples", versions=("1",))
@@ -160,11 +168,11 @@ def read_finish_reasons(text: str) -> tuple[FinishReason | None, ...]:
     """The finish reasons of a document, in order.
 
     Raises:
-        ValueError: not a list of text and nulls.
+        ValueError: not a list of finish reasons and nulls.
     """
     reasons = load_json(text)
-    if not isinstance(reasons, list) or not all(isinstance(reason, str | None) for reason in reasons):
-        raise ValueError("not a list of text and nulls")
+    if not isinstance(reasons, list) or not all(reason in (None, *FINISH_REASONS) for reason in reasons):
+        raise ValueError(f"not a list of nulls and {', '.join(FINISH_REASONS)}")
     return cast(tuple[FinishReason | None, ...], tuple(reasons))
 
 

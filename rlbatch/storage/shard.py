@@ -31,6 +31,7 @@ from rlbatch.storage.columns import (
     read_finish_reasons,
     read_provenances,
 )
+from rlbatch.storage.derived import Derived, derive
 from rlbatch.storage.files import reason, refusal, unusable
 from rlbatch.storage.format import Entry, read_header, shown
 
@@ -72,6 +73,8 @@ class Shard:
         body = np.asarray(mapped)
         self._entries = {entry.name: entry for entry in header.entries}
         self._unverified = set(self._entries)
+        # What is known of all samples once they were verified; None: each is checked as it is made.
+        self._derived: Derived | None = None
         self._arrays = {
             entry.name: body[entry.start : entry.stop].view(entry.dtype) for entry in header.entries
         }
@@ -92,6 +95,8 @@ class Shard:
         """
         if self._unverified:
             self._verify(tuple(self._unverified))
+            if EXPERTS not in self._arrays:
+                self._derived = derive(self._arrays, num_provenances=len(self.provenances))
             # Else a look at every shard of a large store would count as memory of this process.
             self.release()
 
@@ -142,7 +147,17 @@ class Shard:
         """
         # RecordError and UnicodeDecodeError are ValueErrors.
         try:
-            return self._build(index)
+            fields = self._fields(index)
+            if self._derived is None:
+                return Sample(**fields)
+            return Sample.unchecked(
+                fields
+                | {
+                    "segments": self._derived.segments(index),
+                    "segment_versions": self._derived.segment_versions(index),
+                    "num_loss_tokens": int(self._derived.num_loss_tokens[index]),
+                }
+            )
         except (ValueError, LookupError) as error:
             raise refusal(
                 "shard-altered", self.path, sample=index, expected="a sample", found=shown(str(error))
@@ -154,28 +169,31 @@ class Shard:
         for index in range(len(self)):
             yield self.sample(index)
 
-    def _build(self, index: int) -> Sample:
-        tokens: dict[str, Any] = {spec.name: self._tokens(spec.name, index) for spec in TOKEN_FIELDS}
+    def _fields(self, index: int) -> dict[str, Any]:
         group_id = self._text("group_id", index) if self._arrays["group_id.present"][index] else None
         reward = float(self._arrays["reward"][index]) if self._arrays["reward.present"][index] else None
-        return Sample(
-            **tokens,
-            routed_experts=self._routed_experts(index),
-            sample_id=self._text("sample_id", index),
-            trajectory_id=self._text("trajectory_id", index),
-            group_id=group_id,
-            reward=reward,
-            sibling=int(self._arrays["sibling"][index]),
-            num_siblings=int(self._arrays["num_siblings"][index]),
-            provenances=tuple(self.provenances[at] for at in self._indices("provenances", index)),
-            finish_reasons=tuple(self._finish_reasons[at] for at in self._indices("finish_reasons", index)),
-        )
+        span = slice(int(self.offsets[index]), int(self.offsets[index + 1]))
+        return {
+            **{spec.name: self._tokens(spec.name, index, span) for spec in TOKEN_FIELDS},
+            "routed_experts": self._routed_experts(index),
+            "sample_id": self._text("sample_id", index),
+            "trajectory_id": self._text("trajectory_id", index),
+            "group_id": group_id,
+            "reward": reward,
+            "sibling": int(self._arrays["sibling"][index]),
+            "num_siblings": int(self._arrays["num_siblings"][index]),
+            "provenances": tuple(self.provenances[at] for at in self._indices("provenances", index)),
+            "finish_reasons": tuple(
+                self._finish_reasons[at] for at in self._indices("finish_reasons", index)
+            ),
+        }
 
-    def _tokens(self, name: str, index: int) -> NDArray[Any] | None:
-        present = self._arrays.get(f"{name}.present")
-        if name not in self._arrays or (present is not None and not present[index]):
+    def _tokens(self, name: str, index: int, span: slice) -> NDArray[Any] | None:
+        values = self._arrays.get(name)
+        if values is None:
             return None
-        return self._arrays[name][self.offsets[index] : self.offsets[index + 1]]
+        present = self._arrays.get(f"{name}.present")
+        return values[span] if present is None or present[index] else None
 
     def _routed_experts(self, index: int) -> NDArray[Any] | None:
         """[T-1, L, K] as a view of the file's bytes."""
