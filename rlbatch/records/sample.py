@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlbatch.errors import RecordError
+from rlbatch.records.media import MediaArray, check_media
 from rlbatch.records.provenance import LogprobsMode, Provenance
 from rlbatch.records.structure import (
     check_choice,
@@ -55,6 +56,8 @@ class Sample:
     routed_experts: NDArray[np.integer] | None = None
     """[T-1, L, K], as the engine counts experts; row t is the pass over token t, which predicts token t + 1.
     Not one of `TOKEN_FIELDS`: the last token was never passed through."""
+    media: tuple[MediaArray, ...] = ()
+    """Inputs besides tokens, each name once; such samples are not packed."""
     sample_id: str
     trajectory_id: str
     group_id: str | None = None
@@ -82,6 +85,8 @@ class Sample:
             check_length(self, spec.name, len(self.token_ids))
         if self.routed_experts is not None:
             freeze_experts(self, "routed_experts", len(self.token_ids) - 1)
+        object.__setattr__(self, "media", tuple(self.media))
+        check_media(self.media)
         object.__setattr__(self, "provenances", tuple(self.provenances))
         object.__setattr__(self, "finish_reasons", tuple(self.finish_reasons))
         self._check_names()

@@ -8,6 +8,8 @@
                        .itemsize, .num_layers and .num_choices (K), [N] each; absent where no sample has any,
                        itemsize 0 where one has none
 
+    media              the pictures' arrays of each sample, see `media.py`
+
 Text is UTF-8 in ragged uint8 columns. `provenances` and `finish_reasons` are ragged columns of indices, one a
 turn, into the distinct values that the metadata holds as JSON.
 
@@ -32,6 +34,7 @@ from rlbatch.records import (
     SamplingParams,
 )
 from rlbatch.storage.format import Schema, load_json
+from rlbatch.storage.media import MEDIA, MEDIA_KINDS, encode_media
 
 SAMPLES = Schema(name="rlbatch.samples", versions=("1",))
 
@@ -108,6 +111,10 @@ def _specs() -> Iterator[ArraySpec]:
     yield ArraySpec(name=boundaries, dtype=np.dtype(np.int64), extent=PER_BOUNDARY, optional=True)
     for name, dtype in EXPERT_COLUMNS.items():
         yield ArraySpec(name=name, dtype=dtype, extent=PER_SAMPLE, optional=True)
+    for name in (MEDIA, MEDIA_KINDS):
+        boundaries = f"{name}.offsets"
+        yield ArraySpec(name=name, dtype=np.dtype(np.uint8), extent=boundaries, optional=True)
+        yield ArraySpec(name=boundaries, dtype=np.dtype(np.int64), extent=PER_BOUNDARY, optional=True)
 
 
 ARRAYS = {spec.name: spec for spec in _specs()}
@@ -146,6 +153,7 @@ def encode(samples: Sequence[Sample]) -> Encoded:
         *_ragged("provenances", provenances),
         *_ragged("finish_reasons", finish_reasons),
         *_routed_experts(samples),
+        *_media(samples),
     ]
     return Encoded(arrays=tuple(arrays), provenances=provenance_list, finish_reasons=finish_reason_list)
 
@@ -204,6 +212,18 @@ def _routed_experts(samples: Sequence[Sample]) -> Iterator[tuple[str, NDArray[An
     yield f"{EXPERTS}.offsets", _boundaries([len(run) for run in runs])
     for at, (name, dtype) in enumerate(EXPERT_COLUMNS.items()):
         yield name, np.array([kind[at] for kind in kinds], dtype)
+
+
+def _media(samples: Sequence[Sample]) -> Iterator[tuple[str, NDArray[Any]]]:
+    if not any(sample.media for sample in samples):
+        return
+    encoded = [encode_media(sample.media) for sample in samples]
+    for name, runs in (
+        (MEDIA, [data for data, _ in encoded]),
+        (MEDIA_KINDS, [kinds for _, kinds in encoded]),
+    ):
+        yield name, np.frombuffer(b"".join(runs), np.uint8)
+        yield f"{name}.offsets", _boundaries([len(run) for run in runs])
 
 
 def _present(name: str, values: Iterable[object]) -> tuple[str, NDArray[Any]]:

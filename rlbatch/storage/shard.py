@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlbatch.errors import StorageError
-from rlbatch.records import TOKEN_FIELDS, FinishReason, Provenance, Sample
+from rlbatch.records import TOKEN_FIELDS, FinishReason, MediaArray, Provenance, Sample
 from rlbatch.storage.columns import (
     ARRAYS,
     EXPERT_COLUMNS,
@@ -34,9 +34,14 @@ from rlbatch.storage.columns import (
 from rlbatch.storage.derived import Derived, derive
 from rlbatch.storage.files import reason, refusal, unusable
 from rlbatch.storage.format import Entry, read_header, shown
+from rlbatch.storage.media import MEDIA, MEDIA_KINDS, decode_media
 
-_TOKEN_ARRAYS = frozenset({EXPERTS, *(spec.name for spec in TOKEN_FIELDS)})
-_EXPERT_ARRAYS = frozenset({EXPERTS, f"{EXPERTS}.offsets", *EXPERT_COLUMNS})
+_TOKEN_ARRAYS = frozenset({EXPERTS, MEDIA, *(spec.name for spec in TOKEN_FIELDS)})
+_TOGETHER = (
+    frozenset({EXPERTS, f"{EXPERTS}.offsets", *EXPERT_COLUMNS}),
+    frozenset({MEDIA, f"{MEDIA}.offsets", MEDIA_KINDS, f"{MEDIA_KINDS}.offsets"}),
+)
+"""Arrays that come all or not at all."""
 
 
 class Shard:
@@ -176,6 +181,7 @@ class Shard:
         return {
             **{spec.name: self._tokens(spec.name, index, span) for spec in TOKEN_FIELDS},
             "routed_experts": self._routed_experts(index),
+            "media": self._media(index),
             "sample_id": self._text("sample_id", index),
             "trajectory_id": self._text("trajectory_id", index),
             "group_id": group_id,
@@ -209,6 +215,11 @@ class Shard:
             raise ValueError("routed experts without layers")
         num_rows = int(self.offsets[index + 1] - self.offsets[index]) - 1
         return run.view(EXPERT_DTYPES_BY_SIZE[itemsize]).reshape(num_rows, num_layers, num_choices)
+
+    def _media(self, index: int) -> tuple[MediaArray, ...]:
+        if MEDIA not in self._arrays:
+            return ()
+        return decode_media(self._run(MEDIA, index).tobytes(), self._run(MEDIA_KINDS, index).tobytes())
 
     def _run(self, name: str, index: int) -> NDArray[Any]:
         offsets = self._arrays[f"{name}.offsets"]
@@ -248,9 +259,9 @@ def _check_names(path: Path, entries: Mapping[str, Entry]) -> None:
             "schema-unknown", path, expected="arrays that this release knows", found=shown(", ".join(unknown))
         )
     for name, spec in ARRAYS.items():
-        # An optional field and its `.present` come together, and so do the parts of routed experts.
+        # An optional field and its `.present` come together, and so do the parts of experts and of media.
         needed = not spec.optional or name.removesuffix(".present") in entries or f"{name}.present" in entries
-        needed |= name in _EXPERT_ARRAYS and not _EXPERT_ARRAYS.isdisjoint(entries)
+        needed |= any(name in parts and not parts.isdisjoint(entries) for parts in _TOGETHER)
         if needed and name not in entries:
             raise refusal("shard-altered", path, expected=f"an array {name!r}", found="none")
         if name in entries and entries[name].dtype != spec.dtype:
