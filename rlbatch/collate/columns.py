@@ -57,18 +57,21 @@ class Column:
         """
         flat = out.reshape(place.num_positions, *self.entry)
         filler = self._filler(place)
-        values = [
-            np.full((length - self.missing, *self.entry), self.padding, self.dtype)
-            if value is None
-            else value
-            for value, length in zip(self.values, place.lengths, strict=True)
-        ]
-        pieces = place.pieces(values, filler, missing=self.missing)
+        pieces = place.pieces(self._filled(place), filler, missing=self.missing)
         if self.align == "input":
             np.concatenate(pieces, out=flat)
             return
         np.concatenate([pieces[0][1:], *pieces[1:], filler[:1]], out=flat)
         flat[without_target] = self.padding
+
+    def _filled(self, place: Place) -> list[NDArray[Any]]:
+        """[S] the values, with what stands for those of samples without."""
+        return [
+            np.full((length - self.missing, *self.entry), self.padding, self.dtype)
+            if value is None
+            else value
+            for value, length in zip(self.values, place.lengths, strict=True)
+        ]
 
     def _filler(self, place: Place) -> NDArray[Any]:
         """Contiguous, which numpy copies faster than one value; a single entry where no more is used."""
