@@ -37,7 +37,13 @@ from rlbatch.errors import RlbatchError
 from rlbatch.faults import FAULTS
 from rlbatch.loader import Checks, RolloutLoader
 from rlbatch.records import Provenance, Sample, SamplingParams, Trajectory, Turn, VersionSpan
-from rlbatch.scoring import load_model, model_vocab_size, tokenizer_fingerprint, trainer_logprobs
+from rlbatch.scoring import (
+    load_model,
+    logits_for,
+    model_vocab_size,
+    tokenizer_fingerprint,
+    trainer_logprobs,
+)
 from rlbatch.storage import open_reader, write_shard
 from rlbatch_kernels import policy_ratio
 
@@ -225,7 +231,7 @@ def gate(model: PreTrainedModel, batches: Sequence[Batch], version: int) -> Alig
     with torch.no_grad():
         logprobs = [trainer_logprobs(model, batch) for batch in batches]
     # Each batch has its own ratios, but metrics and warnings are of the step.
-    return require_aligned(batches, logprobs, trainer_version=version)[0]
+    return require_aligned(batches, logprobs, trainer_version=version, logits_for=logits_for(model))[0]
 
 
 def summary(step: Alignment) -> str:

@@ -21,6 +21,7 @@ from rlbatch.errors import (
 )
 from rlbatch.records import (
     LayoutArrays,
+    MediaArray,
     Origin,
     Provenance,
     Sample,
@@ -47,6 +48,7 @@ __all__ = [
     "CATALOGUE",
     "Finding",
     "LayoutArrays",
+    "MediaArray",
     "Origin",
     "PackingLeakError",
     "Provenance",

@@ -236,6 +236,29 @@ def test_memory_that_cannot_hold_the_batch_is_refused(memory):
         collate(two_samples(), layout="packed", allocate=lambda num_bytes: memory)
 
 
+def test_a_sample_knows_its_segments_their_versions_and_its_trained_tokens():
+    spans = (VersionSpan(label="1", start=0, stop=2), VersionSpan(label="2", start=2, stop=3))
+    first = turn([1, 5], [7, 2, 3], [-1.0, -2.0, -3.0], policy_versions=spans)
+    later = (VersionSpan(label="2", start=0, stop=1),)
+    second = turn([1, 5, 7, 2, 3, 9], [4], [-4.0], policy_versions=later)
+    (made,) = to_samples(trajectory(first, second))
+    # Tokens 1 5 | 7 2 3 | 9 | 4, of which the third and fourth were drawn by other weights than the fifth.
+    assert made.segments == (Segment(0, 2, 5, 0), Segment(0, 6, 7, 1))
+    assert made.segment_versions == (-1, 2)
+    assert made.num_loss_tokens == 4
+    # Token 0 is predicted by nothing, so it is none of those that count.
+    everything = replace(made, loss_mask=np.ones(7, bool))
+    assert everything.num_loss_tokens == 6
+
+
+def test_a_filler_that_nobody_sampled_has_no_segments_and_nothing_to_train():
+    made = sample([3, 4], [], [])
+    batch = collate([made], layout="packed")
+    assert (batch.segments.shape, batch.host_segments, batch.num_loss_tokens) == ((0, 4), (), 0)
+    eq(batch.target_ids, [[4, NO_TARGET]])
+    assert identical(unpack(batch)[0], made)
+
+
 sequences = st.lists(st.tuples(st.integers(1, 6), st.integers(0, 7)), min_size=1, max_size=6)
 
 

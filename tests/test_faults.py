@@ -10,7 +10,15 @@ from builders import sample
 from rlbatch import faults
 from rlbatch.catalogue import CATALOGUE
 from rlbatch.errors import RecordError
-from rlbatch.faults import FAULTS, shift
+from rlbatch.faults import (
+    FAULTS,
+    LAYOUT_FAULTS,
+    MODEL_FAULTS,
+    ROUTING_FAULTS,
+    SET_FAULTS,
+    TURN_FAULTS,
+    shift,
+)
 from rlbatch.records import Sample, identical
 
 NAN = np.float32(np.nan)
@@ -26,8 +34,18 @@ def other() -> Sample:
     return sample([1, 5, 6, 7], list(range(10, 80)), [-0.3 * (i % 11 + 1) for i in range(70)])
 
 
+PLANTED = (FAULTS, MODEL_FAULTS, SET_FAULTS, ROUTING_FAULTS, TURN_FAULTS, LAYOUT_FAULTS)
+IN_REPLIES_AND_PLANS = {"routed-experts-mismatch", "routing-unreadable", "sample-too-long"}
+"""What a parser refuses before there is a record, and what only a plan of batches knows."""
+
+
 def test_every_fault_has_a_code_of_the_catalogue():
-    assert set(FAULTS) <= set(CATALOGUE)
+    assert all(set(mapping) <= set(CATALOGUE) for mapping in PLANTED)
+
+
+def test_every_code_of_samples_turns_and_layouts_has_a_fault():
+    sound = {code for code, entry in CATALOGUE.items() if entry.level == "sound"}
+    assert sound - set().union(*PLANTED) == IN_REPLIES_AND_PLANS
 
 
 @pytest.mark.parametrize("code", FAULTS)

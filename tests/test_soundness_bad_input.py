@@ -1,5 +1,7 @@
 """Whatever samples hold, the checks answer with findings: nothing from inside numpy gets out."""
 
+import operator
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -90,6 +92,26 @@ def test_no_samples():
 def test_other_types_and_lengths_are_refused_where_the_record_is_made(field, value):
     with pytest.raises(RecordError, match=f"Sample.{field}"):
         one(**{field: value})
+
+
+class Lazy(Sequence):
+    """A sequence that gives one sample at a time, and no slices."""
+
+    def __init__(self, samples):
+        self.samples = samples
+
+    def __len__(self):
+        return len(self.samples)
+
+    def __getitem__(self, index):
+        return self.samples[operator.index(index)]
+
+
+def test_any_sequence_of_samples_will_do():
+    lazy = Lazy([one(), one(sample_id="another", inference_logprobs=np.full(4, np.nan, np.float32))])
+    assert codes(lazy) == ["logprob-missing"]
+    whole = Lazy([one()])
+    assert require_sound(whole) is whole
 
 
 def test_an_error_names_as_many_findings_as_are_read_and_holds_all():

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from builders import sample
 
-from rlbatch.errors import SoundnessError
+from rlbatch.errors import RecordError, SoundnessError
 from rlbatch.faults import SET_FAULTS, TRAINER_VERSION
 from rlbatch.records import Origin
 from rlbatch.soundness import check_sound, require_sound
@@ -84,9 +84,23 @@ def test_the_same_ids_at_other_logprobs_are_no_duplicates(clean):
 
 def test_versions_are_held_against_the_bound_where_both_numbers_are_known(clean):
     assert told(clean, max_version_lag=3) == [("version-too-old", index) for index in range(12)]
-    assert told(clean, trainer_version=None) == []
     assert told(clean, max_version_lag=None) == []
     assert told(clean, trainer_version=TRAINER_VERSION - 5) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"trainer_version": None}, "max_version_lag: expected a trainer_version with it"),
+        ({"max_version_lag": -1}, "max_version_lag: expected at least 0, found -1"),
+        ({"group_size": 0}, "group_size: expected at least 1, found 0"),
+        ({"trainer_version": "7"}, "trainer_version: expected int, found '7'"),
+        ({"vocab_size": 1.5}, "vocab_size: expected int, found 1.5"),
+    ],
+)
+def test_numbers_that_make_no_sense_are_refused(clean, changes, said):
+    with pytest.raises(RecordError, match=said):
+        told(clean, **changes)
 
 
 def test_the_span_and_the_lag_are_named(clean):

@@ -8,7 +8,7 @@ import pytest
 from builders import provenance, trajectory, turn
 from transformers import AutoTokenizer
 
-from rlbatch import parse_response
+from rlbatch import check_sound, parse_response, to_samples
 from rlbatch.errors import RecordError, ReplyError, SoundnessError
 from rlbatch.faults import TURN_FAULTS
 from rlbatch.records import SamplingParams, Usage
@@ -76,6 +76,22 @@ def test_every_recorded_reply_that_is_parsed_is_sound(data_dir):
         num_turns += len(turns)
         assert [each for made in turns for each in check_sound_trajectory(trajectory(made))] == [], path.name
     assert num_turns > 20
+
+
+def test_recorded_conversations_are_sound(data_dir, decode):
+    recording = json.loads((data_dir / "replies" / "fp32_raw" / "chat_multi_turn_t0.json").read_text())
+    for at, pair in enumerate(recording["turns"]):
+        turns = []
+        for part in ("turn1", "turn2"):
+            sampling = SamplingParams(temperature=pair[part]["request"]["temperature"])
+            how = provenance(
+                sampling=sampling, logprobs_mode="raw", eos_token_ids=(2, 4), bos_token_id=1, vocab_size=1536
+            )
+            turns += parse_response(pair[part]["response"], request=pair[part]["request"], provenance=how)
+        made = trajectory(*turns, trajectory_id=f"{at}")
+        assert check_sound_trajectory(made, decode=decode) == ()
+        (joined,) = to_samples(made)
+        assert check_sound([joined], purpose="audit") == ()
 
 
 @pytest.mark.parametrize("code", TURN_FAULTS)

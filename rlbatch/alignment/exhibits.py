@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from rlbatch.alignment.evidence import Evidence
-from rlbatch.alignment.hypotheses.families import FAMILIES, Seen
+from rlbatch.alignment.families import FAMILIES, Seen
 from rlbatch.alignment.limits import LOOK_ELEMENTS
 from rlbatch.alignment.logits import WINDOW_TOKENS, require_same_rows
 from rlbatch.errors import Where

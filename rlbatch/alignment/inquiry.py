@@ -56,8 +56,7 @@ class Inquiry:
         }
         told: dict[int, Finding] = {}
         if len(shifts) > 1:
-            contexts = [each.context for each in self._everyone().everyone]
-            told = shifted_by_rule(self._suspects, shifts, contexts)
+            told = shifted_by_rule(self._suspects, shifts, self._everyone().everyone)
         return self._with(told, EXACT, set())
 
     def single(self, told: Collection[int]) -> dict[int, Finding]:

@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 
 from rlbatch.alignment.drift import Drift, age_of, drift_findings, metrics
 from rlbatch.alignment.evidence import Evidence
+from rlbatch.alignment.exhibits import joined
+from rlbatch.alignment.hypotheses.passes import passes_differ
 from rlbatch.alignment.inquiry import Inquiry
 from rlbatch.alignment.kept_sets import outside, outside_finding
 from rlbatch.alignment.limits import Limits
@@ -112,7 +114,7 @@ class Judge:
                 self.findings += pool.findings
                 self.drift.merge(pool.drift)
             else:
-                self.findings.append(pool.cause)
+                self.findings += [pool.cause] if pool.cause not in self.findings else []
                 self.num_excluded_segments += pool.num_segments
         # A judge that has settled may go to another process; it asks nobody any more.
         self.logits_for = None
@@ -157,9 +159,19 @@ class Judge:
         for provenance, mine in _by_provenance(inquiry.measured.batch):
             pool = self._pool_of(provenance)
             pool.look(inquiry, mine & left & (inquiry.ages == 0))
-            if pool.cause is not None:
+        self._compare_passes()
+        for provenance, mine in _by_provenance(inquiry.measured.batch):
+            if self._pool_of(provenance).cause is not None:
                 explained += np.flatnonzero(mine & left).tolist()
         return explained
+
+    def _compare_passes(self) -> None:
+        """A trainer that does not agree with itself is no matter of provenance: it is told of all pools."""
+        exhibits = [each for pool in self.pools.values() for each in pool.exhibits if each.again is not None]
+        told = passes_differ(joined(exhibits), where=exhibits[-1].place) if exhibits else None
+        for pool in self.pools.values():
+            if told is not None and pool.exhibits and pool.cause is None:
+                pool.cause = told
 
     def _tell_outside(self, evidence: Evidence, age: int) -> None:
         """Tokens outside the trainer's own kept set: pointed out, and counted in their pool."""

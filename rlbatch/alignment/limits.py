@@ -113,6 +113,10 @@ ZERO_TRAINER_BELOW = -1e-3
 """Trainer logprob, nats, under which an exact 0 cannot be rounding of a probability near 1."""
 ZERO_MIN_EVIDENCE = 0.05
 """Nats that the trainer gives such tokens together, below which they neither harm nor prove anything."""
+ZERO_NOISY = 0.02
+"""Usual mean |log_ratio|, nats, from which noise alone makes a trainer doubt what an engine was sure of."""
+ZERO_CLEAR, ZERO_NOISY_MIN_TOKENS = -0.5, 3
+"""Then a zero counts where the trainer is below -0.5 nats, and three of them are needed."""
 ZERO_OLD_MIN_EVIDENCE = 2.0
 """The same for data of other weights, which may have been certain where the trainer no longer is."""
 
@@ -143,9 +147,9 @@ LOOK_ELEMENTS = 2**27
 LOOK_TURN_TOKENS = 256
 """Of them from one turn at most, so that many turns are heard."""
 
-PEERS_MIN = 8
+PEERS_MIN = 5
 """Segments from which what is usual among them can be said."""
-PEERS_MIN_TOKENS = 16
+PEERS_MIN_TOKENS = 8
 """Tokens of a segment whose mean says anything about what is usual."""
 OUTLIER_FACTOR = 4.0
 """A segment with this many times the usual mean |log_ratio| is worth a look."""
@@ -164,6 +168,8 @@ FAMILY_MARGIN_SHARE = 0.03
 """And at least this share of the gain: no grid and no noise model is exact."""
 FAMILY_SIMPLER = 3.0
 """Nats by which a later family must beat an earlier, simpler one."""
+FAMILY_PARAMETER = 8.0
+"""Nats that a parameter costs, as it is chosen from many."""
 FAMILY_OLD_SHARE = 0.1
 """Share of the differences that it may leave of older data, which other weights have moved as well."""
 FAMILY_SLOPE, FAMILY_SLOPE_ERRORS, FAMILY_SLOPE_MOST = 0.05, 3.0, 0.35
@@ -178,7 +184,9 @@ SIGN_MIN_TOKENS = 4
 """Tokens above 0 that the turned sign must explain."""
 ROWS_MIN_TOKENS = 8
 """Tokens in which one row can be told from another."""
-ROWS_MIN_VOTES = 4
+ROWS_OFF = 0.25
+"""Mean |log_ratio| to the own trainer logprobs, nats, below which a row is its own."""
+ROWS_MIN_VOTES = 5
 """Witnesses needed for another row: there are many rows to choose from."""
 ROWS_HEAD = 64
 """First tokens by which all rows are compared, before the best of them are in full."""
@@ -186,7 +194,7 @@ ROWS_CANDIDATES = 8
 RULE_MIN_ROWS = 3
 """Rows from which a rule among their lags can be told from chance; one that it leaves in place is one too."""
 
-SPAN_MIN_GAIN = 20.0
+SPAN_MIN_GAIN = 30.0
 """Log likelihood ratio, nats, of two sizes of differences in one turn over one: the place is chosen too."""
 SPAN_FACTOR = 3.0
 """Loud over quiet, in widths: bf16 noise grows by 2.3 over 400 tokens."""
@@ -224,6 +232,8 @@ SLOT_AFTER = 8
 """Tokens after a wrong id that it moves as well."""
 SLOT_MOST = 0.3
 """Most slots, as a share of the tokens: beyond, the row is another row."""
+SLOT_CHANCE = 0.05
+"""Most that chance may have in it that other ids fit at all slots."""
 SLOT_FIT, SLOT_WIDTHS = 0.02, 3.0
 """Nats, and times the noise of the rest of the turn, within which another id must have the engine's value."""
 

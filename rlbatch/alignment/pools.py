@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from rlbatch.alignment.drift import Drift
 from rlbatch.alignment.exhibits import Exhibit, exhibit_of, joined
 from rlbatch.alignment.hypotheses.distributions import distribution_finding, other_distribution
-from rlbatch.alignment.hypotheses.passes import passes_differ, trainer_fault
+from rlbatch.alignment.hypotheses.passes import trainer_fault
 from rlbatch.alignment.inquiry import Inquiry
 from rlbatch.alignment.limits import (
     LEFT_MOST,
@@ -75,7 +75,7 @@ class Pool:
     def _judge(self) -> Finding | None:
         whole = joined(self.exhibits)
         worst = max(self.exhibits, key=lambda each: float(np.abs(each.inference - each.trainer).mean()))
-        told = trainer_fault(whole, where=worst.place) or passes_differ(whole, where=worst.place)
+        told = trainer_fault(whole, where=worst.place)
         if told is not None:
             return told
         winner = other_distribution(whole, most_left=LEFT_MOST, current=True)

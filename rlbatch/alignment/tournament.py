@@ -11,6 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from rlbatch.alignment.limits import LAG_VOTE
+from rlbatch_kernels import RESIDUAL_CLIP
+
 CERTAIN_WIDTH = 0.02
 """Share of the noise that a token of probability 1 has: rounding of the softmax."""
 WIDTH_FLOOR = 1e-4
@@ -34,6 +37,10 @@ class Fit:
     """Its standard error."""
     free_gain: float
     """`gain` with that slope, instead of 1."""
+    num_for: int
+    """Tokens that it fits better than what is stated, by a vote."""
+    num_against: int
+    """The same the other way."""
     num_informative: int
     """Tokens at which it predicts another value than what is stated."""
 
@@ -86,19 +93,24 @@ def fit(
                 value = float(parameters[best] + shares[at] * (parameters[other] - parameters[best]))
             shares = np.linspace(shares[at] - step, shares[at] + step, 21).clip(0, 1)
     moved = column - stated
-    differences = np.clip(inference - stated, -4, 4)
+    differences, tame, left = (
+        np.clip(each, -RESIDUAL_CLIP, RESIDUAL_CLIP)
+        for each in (inference - stated, moved, inference - column)
+    )
     weight = 1 / np.square(wide)
-    power = max(float((weight * np.square(moved)).sum()), 1e-12)
-    left = np.clip(inference - column, -4, 4)
-    slope = float((weight * moved * differences).sum() / power)
+    power = max(float((weight * np.square(tame)).sum()), 1e-12)
+    slope = float((weight * tame * differences).sum() / power)
     nothing = float(score(inference - stated, wide))
+    better = np.abs(differences) - np.abs(left)
     return Fit(
+        num_for=int(np.count_nonzero(better > LAG_VOTE)),
+        num_against=int(np.count_nonzero(better < -LAG_VOTE)),
         parameter=value,
         gain=top - nothing,
         free_gain=float(score(inference - stated - slope * moved, wide)) - nothing,
-        width=float(np.minimum(np.abs(inference - column), 4.0).mean()),
+        width=float(np.abs(left).mean()),
         slope=slope,
-        slope_error=float(np.sqrt((np.square(weight * moved * left)).sum())) / power,
+        slope_error=float(np.sqrt((np.square(weight * tame * left)).sum())) / power,
         num_informative=int(np.count_nonzero(np.abs(moved) > INFORMATIVE)),
     )
 

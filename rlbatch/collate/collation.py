@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlbatch.batch import Allocate, Batch, Layout, SampleRef
+from rlbatch.batch import Allocate, Batch, Layout, MediaTensor, SampleRef
 from rlbatch.batch.buffer import Slot, fresh, place_slots
 from rlbatch.collate.columns import Column, columns_of, write_attention_mask, write_position_ids
+from rlbatch.collate.media import MediaColumn, media_of
 from rlbatch.collate.place import Padding, Place
 from rlbatch.collate.segments import Parts
 from rlbatch.errors import RecordError
@@ -47,8 +48,9 @@ def collate(
 
     Raises:
         RecordError: no samples, or what is none; origins of another number; turns with raw and with
-            processed logprobs mixed; routed experts of other numbers of layers or experts a token; a word
-            that is no layout or purpose; memory that cannot hold the batch.
+            processed logprobs mixed; media in a packed batch, or of several shapes; routed experts of other
+            numbers of layers or experts a token; a word that is no layout or purpose; memory that cannot hold
+            the batch.
 
     Example:
         token_ids [1, 5, 7, 2] with 7, 2 sampled at -0.1, -0.2:
@@ -64,11 +66,13 @@ def collate(
         samples = [for_audit(sample) for sample in samples]
     place = Place.of([len(sample) for sample in samples], layout, padding)
     parts = Parts.of(samples, place)
-    tensors = _tensors(columns_of(samples, place, padding.token_id), place, parts, allocate)
+    media = media_of(samples, layout)
+    columns = columns_of(samples, place, padding.token_id)
+    tensors = _tensors(columns, media, place, parts, allocate)
     num_loss_tokens = tuple([sample.num_loss_tokens for sample in samples])
     return Batch(
         **tensors,
-        max_seqlen=max(np.diff(place.boundaries()).tolist()) if layout == "packed" else None,
+        max_seqlen=int(np.diff(tensors["cu_seqlens"].numpy()).max()) if layout == "packed" else None,
         host_segments=parts.segments,
         segment_versions=parts.versions,
         provenances=parts.provenances,
@@ -104,27 +108,39 @@ def for_audit(sample: Sample) -> Sample:
     )
 
 
-def _tensors(columns: Sequence[Column], place: Place, parts: Parts, allocate: Allocate) -> dict[str, Any]:
-    """The batch's tensors by name, written into one buffer, and the buffer."""
+def _tensors(
+    columns: Sequence[Column], media: Sequence[MediaColumn], place: Place, parts: Parts, allocate: Allocate
+) -> dict[str, Any]:
+    """The batch's tensors by name, written into one buffer, the media, and the buffer."""
     packed = place.boundaries() if place.layout == "packed" else None
     slots = {column.name: column.slot(place) for column in columns}
-    slots["position_ids"] = Slot(dtype=torch.int64, shape=place.shape)
+    if not media:
+        slots["position_ids"] = Slot(dtype=torch.int64, shape=place.shape)
     if packed is None:
         slots["attention_mask"] = Slot(dtype=torch.bool, shape=place.shape)
     else:
         slots["cu_seqlens"] = Slot(dtype=torch.int32, shape=(len(packed),))
     slots["segments"] = Slot(dtype=torch.int32, shape=(len(parts.segments), 4))
-    buffer, views = place_slots(list(slots.values()), allocate)
-    tensors = dict(zip(slots, views, strict=True))
+    buffer, views = place_slots([*slots.values(), *(part.slot() for part in media)], allocate)
+    tensors: dict[str, Any] = dict(zip(slots, views, strict=False))
+    joined = views[len(slots) :]
+    for part, tensor in zip(media, joined, strict=True):
+        part.write(tensor.numpy())
+    without_target = place.without_target()
     for column in columns:
-        column.write(tensors[column.name].numpy(), place)
-    write_position_ids(tensors["position_ids"].numpy(), place)
+        column.write(tensors[column.name].numpy(), place, without_target)
+    if not media:
+        write_position_ids(tensors["position_ids"].numpy(), place)
     if packed is None:
         write_attention_mask(tensors["attention_mask"].numpy(), place)
     else:
         tensors["cu_seqlens"].numpy()[:] = packed
     tensors["segments"].numpy()[:] = parts.table()
-    return {**tensors, "buffer": buffer}
+    tensors["media"] = tuple(
+        MediaTensor(name=part.name, values=tensor, num_rows=part.num_rows)
+        for part, tensor in zip(media, joined, strict=True)
+    )
+    return {"position_ids": None, **tensors, "buffer": buffer}
 
 
 def _refs(samples: Sequence[Sample], origins: Sequence[Origin] | None, place: Place) -> tuple[SampleRef, ...]:

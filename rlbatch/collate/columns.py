@@ -47,24 +47,36 @@ class Column:
         """What it needs of the buffer."""
         return Slot(dtype=_TORCH[self.dtype], shape=(*place.shape, *self.entry))
 
-    def write(self, out: NDArray[Any], place: Place) -> None:
-        """Fill all of [B, T, ...]: nothing of what `out` held stays."""
+    def write(self, out: NDArray[Any], place: Place, without_target: NDArray[np.int64]) -> None:
+        """Fill all of [B, T, ...]: nothing of what `out` held stays.
+
+        Args:
+            out: the tensor's memory.
+            place: where the sequences lie.
+            without_target: `place.without_target()`, which all columns share.
+        """
         flat = out.reshape(place.num_positions, *self.entry)
-        # Contiguous, since numpy copies that faster than it repeats one value.
-        num_entries = max(1, FILLER_BYTES // (self.dtype.itemsize * math.prod(self.entry)))
-        filler = np.full((num_entries, *self.entry), self.padding, self.dtype)
-        values = [
+        filler = self._filler(place)
+        pieces = place.pieces(self._filled(place), filler, missing=self.missing)
+        if self.align == "input":
+            np.concatenate(pieces, out=flat)
+            return
+        np.concatenate([pieces[0][1:], *pieces[1:], filler[:1]], out=flat)
+        flat[without_target] = self.padding
+
+    def _filled(self, place: Place) -> list[NDArray[Any]]:
+        """[S] the values, with what stands for those of samples without."""
+        return [
             np.full((length - self.missing, *self.entry), self.padding, self.dtype)
             if value is None
             else value
             for value, length in zip(self.values, place.lengths, strict=True)
         ]
-        pieces = place.pieces(values, filler, missing=self.missing)
-        if self.align == "input":
-            np.concatenate(pieces, out=flat)
-            return
-        np.concatenate([pieces[0][1:], *pieces[1:], filler[:1]], out=flat)
-        flat[place.without_target()] = self.padding
+
+    def _filler(self, place: Place) -> NDArray[Any]:
+        """Contiguous, which numpy copies faster than one value; a single entry where no more is used."""
+        most = FILLER_BYTES // (self.dtype.itemsize * math.prod(self.entry)) if place.has_padding else 1
+        return np.full((max(1, most), *self.entry), self.padding, self.dtype)
 
 
 _TORCH = {

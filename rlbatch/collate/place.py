@@ -7,6 +7,7 @@ each sequence padding before it, its values, padding after it; in the end the pi
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -100,7 +101,7 @@ class Place:
     def _packed(cls, lengths: list[int], width: int, padding: Padding) -> "Place":
         none = [0] * len(lengths)
         padded = [_rounded(length, padding.sequence_multiple) for length in lengths]
-        ends = np.cumsum(padded).tolist()
+        ends = list(accumulate(padded))
         return cls(
             layout="packed",
             shape=(1, width),
@@ -125,7 +126,7 @@ class Place:
     @property
     def has_padding(self) -> bool:
         """Some position is no token's."""
-        return sum(self.lengths) != self.num_positions
+        return any(self.before) or any(self.after) or bool(self.behind)
 
     def without_target(self) -> NDArray[np.int64]:
         """Where in the flattened grid the last token of each sequence is, and what comes before its first."""
@@ -156,8 +157,7 @@ class Place:
     def boundaries(self) -> list[int]:
         """`cu_seqlens` of a pack: sequences with their padding, then the pieces of padding behind them."""
         row_end = self.shape[1]
-        behind = (np.cumsum(self.behind) + row_end - sum(self.behind)).tolist()
-        return [*self.starts, row_end - sum(self.behind), *behind]
+        return [*self.starts, *accumulate(self.behind, initial=row_end - sum(self.behind))]
 
 
 def filling(length: int, filler: NDArray[Any]) -> list[NDArray[Any]]:

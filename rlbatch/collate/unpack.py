@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rlbatch.batch import NO_EXPERT, Batch
 from rlbatch.collate.columns import TARGET_FIELDS
-from rlbatch.records import Sample, TokenField
+from rlbatch.records import MediaArray, Sample, TokenField
 
 
 def unpack(batch: Batch) -> list[Sample]:
@@ -47,6 +47,7 @@ def _sample(batch: Batch, sequence: int, turns: NDArray[np.int16]) -> Sample:
         turn=_own(turns[row, at], -1),
         **columns,  # type: ignore[arg-type]
         routed_experts=_routed_experts(batch, row, at),
+        media=_media(batch, sequence),
         sample_id=ref.sample_id,
         trajectory_id=ref.trajectory_id,
         group_id=ref.group_id,
@@ -81,3 +82,13 @@ def _routed_experts(batch: Batch, row: int, at: slice) -> NDArray[np.int32] | No
         return None
     values: NDArray[np.int32] = batch.routed_experts[row, at].numpy()[:-1].copy()
     return None if (values == NO_EXPERT).all() else values
+
+
+def _media(batch: Batch, sequence: int) -> tuple[MediaArray, ...]:
+    media = []
+    for part in batch.media:
+        start = sum(part.num_rows[:sequence])
+        values = part.values[start : start + part.num_rows[sequence]]
+        if len(values):
+            media.append(MediaArray(name=part.name, values=values.numpy()))
+    return tuple(media)

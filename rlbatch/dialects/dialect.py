@@ -84,7 +84,10 @@ def _said(sample: Sample) -> list[str]:
         and (values := getattr(sample, spec.name)) is not None
         and _says(spec.name, values[trained])
     ]
-    return said + (["routed_experts"] if sample.routed_experts is not None and trained.any() else [])
+    if trained.any():
+        said += ["routed_experts"] if sample.routed_experts is not None else []
+        said += ["media"] if sample.media else []
+    return said
 
 
 def _says(name: str, values: NDArray[Any]) -> bool:

@@ -176,17 +176,12 @@ class RolloutLoader(IterableDataset[Batch]):
         }
 
     def _require_fit(self) -> None:
-        excess = too_long(self._store.reader.lengths.tolist(), self._shape.room)
+        lengths = self._store.reader.lengths.tolist()
+        excess = too_long(lengths, self._shape.room)
         if excess:
+            origins = zip(excess, self._store.origins(excess), strict=True)
             raise SoundnessError.of(
-                *(
-                    misfit(
-                        self._store.origin(index),
-                        self._shape.room,
-                        f"{int(self._store.reader.lengths[index])} tokens",
-                    )
-                    for index in excess
-                )
+                *(misfit(origin, self._shape.room, f"{lengths[index]} tokens") for index, origin in origins)
             )
 
     def _check_iteration(self, *, in_worker: bool) -> None:

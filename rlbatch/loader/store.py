@@ -85,18 +85,17 @@ class Store:
         """
         reader = self.reader
         reader.require_unchanged(indices)
-        origins = [self.origin(index) for index in indices]
+        origins = self.origins(indices)
         repeats = {
-            at: self.origin(self._repeats[index])
+            at: self.origins([self._repeats[index]])[0]
             for at, index in enumerate(indices)
             if index in self._repeats
         }
         return Candidates(samples=reader.read(indices), origins=origins, repeats=repeats)
 
-    def origin(self, index: int) -> Origin:
-        """Where a sample is stored."""
-        path, at = self.reader.location(index)
-        return Origin(path=path, index=at)
+    def origins(self, indices: Sequence[int]) -> list[Origin]:
+        """Where samples are stored."""
+        return [Origin(path=path, index=at) for path, at in self.reader.locations(indices)]
 
     def fingerprint(self) -> tuple[int, str]:
         """How many shards there are, and a checksum of their contents."""

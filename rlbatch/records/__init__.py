@@ -7,6 +7,7 @@ Knows nothing of engines, files or tensors; numpy only.
 
 from rlbatch.records.comparison import identical
 from rlbatch.records.layout import ALIGNS, LayoutArrays
+from rlbatch.records.media import MEDIA_DTYPES, MediaArray
 from rlbatch.records.provenance import (
     LOGPROBS_MODES,
     PURPOSES,
@@ -29,6 +30,8 @@ __all__ = [
     "LOGPROBS_MODES",
     "LayoutArrays",
     "LogprobsMode",
+    "MEDIA_DTYPES",
+    "MediaArray",
     "Origin",
     "PURPOSES",
     "Provenance",

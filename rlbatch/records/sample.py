@@ -1,13 +1,14 @@
 """`Sample`: one trainable flat sequence, with the runs of sampled tokens in it, and where it came from."""
 
-from collections.abc import Sequence, Sized
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlbatch.errors import RecordError
+from rlbatch.records.media import MediaArray, check_media
 from rlbatch.records.provenance import LogprobsMode, Provenance
 from rlbatch.records.structure import (
     check_choice,
@@ -55,6 +56,8 @@ class Sample:
     routed_experts: NDArray[np.integer] | None = None
     """[T-1, L, K], as the engine counts experts; row t is the pass over token t, which predicts token t + 1.
     Not one of `TOKEN_FIELDS`: the last token was never passed through."""
+    media: tuple[MediaArray, ...] = ()
+    """Inputs besides tokens, each name once; such samples are not packed."""
     sample_id: str
     trajectory_id: str
     group_id: str | None = None
@@ -82,11 +85,24 @@ class Sample:
             check_length(self, spec.name, len(self.token_ids))
         if self.routed_experts is not None:
             freeze_experts(self, "routed_experts", len(self.token_ids) - 1)
+        object.__setattr__(self, "media", tuple(self.media))
+        check_media(self.media)
         object.__setattr__(self, "provenances", tuple(self.provenances))
         object.__setattr__(self, "finish_reasons", tuple(self.finish_reasons))
         self._check_names()
         self._check_tokens()
         self._derive()
+
+    @classmethod
+    def unchecked(cls, fields: Mapping[str, Any]) -> "Sample":
+        """A sample of all its fields, derived ones too, which were checked for many samples at once.
+
+        Arrays are read-only, and of the dtypes and lengths of `TOKEN_FIELDS`.
+        """
+        sample = object.__new__(cls)
+        for name, value in fields.items():
+            object.__setattr__(sample, name, value)
+        return sample
 
     def _derive(self) -> None:
         segments = tuple(sampled_segments(self.turn))

@@ -3,7 +3,7 @@
 Knows nothing of heads or logprobs.
 """
 
-from typing import Literal, NotRequired, TypedDict
+from typing import Literal, NotRequired, TypedDict, cast
 
 import torch
 from torch import Tensor
@@ -34,7 +34,8 @@ def model_inputs(batch: Batch) -> ModelInputs:
         batch: padded or packed, on the model's device.
 
     Returns:
-        Arguments for `model(**inputs)`; tensors are the batch's own, apart from the mask.
+        Arguments for `model(**inputs)`, media under their own names; tensors are the batch's own, apart from
+        the mask.
 
     Example:
         packed, lengths 3 and 2: position_ids [[0, 1, 2, 0, 1]], use_cache False, no attention_mask
@@ -45,4 +46,5 @@ def model_inputs(batch: Batch) -> ModelInputs:
     if batch.attention_mask is not None:
         # 0 and 1 as tokenizers give it: some models compute with the mask, which bool does not allow.
         inputs["attention_mask"] = batch.attention_mask.to(torch.int64)
-    return inputs
+    # A model's media have names of its own, which no type here can list.
+    return cast(ModelInputs, {**inputs, **{part.name: part.values for part in batch.media}})

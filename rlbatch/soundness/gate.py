@@ -86,12 +86,14 @@ def check_sound(
         trainer_version: `policy_version` of the weights in the trainer.
         max_version_lag: how many versions older a trained token may be; needs `trainer_version`.
         group_size: trajectories that every group in `samples` must have.
+
+    Raises:
+        RecordError: what is given is no sequence of samples; a number below what it may be; a
+            `max_version_lag` without a `trainer_version`.
     """
     check_choice("purpose", purpose, PURPOSES)
     check_samples(samples)
     origins = origins_of(samples, origins)
-    if not samples:
-        return ()
     expected = Expectations(
         purpose=purpose,
         vocab_size=vocab_size,
@@ -99,21 +101,10 @@ def check_sound(
         max_version_lag=max_version_lag,
         group_size=group_size,
     )
-    members = Members(samples=samples, origins=origins, expected=expected)
-    findings, num_trained = [], 0
-    scratch = Scratch()
-    for part in members.parts(max_tokens=PART_TOKENS):
-        subject = Subject.of(part, scratch)
-        num_trained += int(np.count_nonzero(subject.loss_mask))
-        findings += [found for check in CHECKS for found in check(subject)]
-    if purpose != "audit":
-        findings += [found for check in SET_CHECKS for found in check(members)]
-    # Sample by sample, as they lie in the list, and of one sample in the order of the checks.
-    place = {(origin.path, origin.index): at for at, origin in enumerate(origins)} if findings else {}
-    findings.sort(key=lambda found: place[found.where.path, found.where.sample or 0])
-    if not num_trained:
-        findings.append(_nothing_trained(members))
-    return tuple(findings)
+    if not samples:
+        return ()
+    # A sequence need not give slices of itself; a tuple does.
+    return _findings(Members(samples=tuple(samples), origins=tuple(origins), expected=expected))
 
 
 def require_sound(
@@ -130,7 +121,7 @@ def require_sound(
 
     Raises:
         SoundnessError: a finding of error level; warnings pass.
-        RecordError: what is given is no sequence of samples.
+        RecordError: what is given is no sequence of samples, or the numbers make no sense.
     """
     findings = check_sound(
         samples,
@@ -145,6 +136,24 @@ def require_sound(
     if errors:
         raise SoundnessError.of(*errors)
     return samples
+
+
+def _findings(members: Members) -> tuple[Finding, ...]:
+    findings, num_trained = [], 0
+    scratch = Scratch()
+    for part in members.parts(max_tokens=PART_TOKENS):
+        subject = Subject.of(part, scratch)
+        num_trained += int(np.count_nonzero(subject.loss_mask))
+        findings += [found for check in CHECKS for found in check(subject)]
+    if members.expected.purpose == "train":
+        findings += [found for check in SET_CHECKS for found in check(members)]
+    if findings:
+        # Sample by sample, as they lie in the list, and of one sample in the order of the checks.
+        place = {(origin.path, origin.index): at for at, origin in enumerate(members.origins)}
+        findings.sort(key=lambda found: place[found.where.path, found.where.sample or 0])
+    if not num_trained:
+        findings.append(_nothing_trained(members))
+    return tuple(findings)
 
 
 def _nothing_trained(members: Members) -> Finding:

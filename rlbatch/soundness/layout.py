@@ -5,7 +5,6 @@ each other. Numpy; knows no sample and no model.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,32 +13,7 @@ from rlbatch.catalogue import finding
 from rlbatch.errors import Finding, RecordError, SoundnessError, Where
 from rlbatch.records import LayoutArrays
 from rlbatch.records.structure import kind_of
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Sequences:
-    """The batch as S sequences in flat positions, of which `start:stop` are no padding."""
-
-    arrays: LayoutArrays
-    start: NDArray[np.intp]
-    """[S]"""
-    stop: NDArray[np.intp]
-    """[S]"""
-    room: NDArray[np.intp]
-    """[S] positions that each sequence takes up, padding included."""
-    multiple: int
-    """What the room of a sequence must be a multiple of, by the parallel sizes."""
-
-    @property
-    def trained(self) -> NDArray[np.bool_]:
-        """[B * T]"""
-        return self.arrays.loss_mask.reshape(-1)
-
-    def counts(self) -> NDArray[np.intp]:
-        """[S] trained positions of each sequence."""
-        before = np.concatenate([[0], np.cumsum(self.trained, dtype=np.intp)])
-        counts: NDArray[np.intp] = before[self.stop] - before[self.start]
-        return counts
+from rlbatch.soundness.sequences import Sequences, sequences_of
 
 
 def check_sound_layout(
@@ -71,7 +45,7 @@ def check_sound_layout(
         # Without boundaries nothing else means anything.
         return broken
     multiple = tensor_parallel * (2 * context_parallel if context_parallel > 1 else 1)
-    sequences = _sequences(arrays, multiple)
+    sequences = sequences_of(arrays, multiple)
     return tuple(found for check in LAYOUT_CHECKS for found in check(sequences))
 
 
@@ -124,7 +98,7 @@ def _boundary_invalid(arrays: LayoutArrays) -> Iterator[Finding]:
         )
 
 
-def _positions(sequences: _Sequences) -> Iterator[Finding]:
+def _positions(sequences: Sequences) -> Iterator[Finding]:
     """Positions that do not begin at 0 with each sequence, or begin anew inside one."""
     position_ids = sequences.arrays.position_ids
     if position_ids is None:
@@ -144,7 +118,7 @@ def _positions(sequences: _Sequences) -> Iterator[Finding]:
     yield from _not_counted_on(sequences, flat)
 
 
-def _not_counted_on(sequences: _Sequences, flat: NDArray[np.int64]) -> Iterator[Finding]:
+def _not_counted_on(sequences: Sequences, flat: NDArray[np.int64]) -> Iterator[Finding]:
     """Positions that begin anew inside a sequence; padding behind it may, as nothing of it is trained."""
     steps = np.flatnonzero(np.diff(flat) != 1) + 1
     owner = np.searchsorted(sequences.start, steps, "right") - 1
@@ -164,7 +138,7 @@ def _not_counted_on(sequences: _Sequences, flat: NDArray[np.int64]) -> Iterator[
         )
 
 
-def _boundary_slots(sequences: _Sequences) -> Iterator[Finding]:
+def _boundary_slots(sequences: Sequences) -> Iterator[Finding]:
     """Trained positions at the edge of a sequence, where nothing of it predicts or is predicted."""
     target = sequences.arrays.align == "target"
     edge = sequences.stop - 1 if target else sequences.start
@@ -187,7 +161,7 @@ def _boundary_slots(sequences: _Sequences) -> Iterator[Finding]:
             )
 
 
-def _padding_too_short(sequences: _Sequences) -> Iterator[Finding]:
+def _padding_too_short(sequences: Sequences) -> Iterator[Finding]:
     """Sequences that the parallel ranks cannot share evenly."""
     for at in np.flatnonzero(sequences.room % sequences.multiple).tolist():
         yield finding(
@@ -198,7 +172,7 @@ def _padding_too_short(sequences: _Sequences) -> Iterator[Finding]:
         )
 
 
-def _length_field(sequences: _Sequences) -> Iterator[Finding]:
+def _length_field(sequences: Sequences) -> Iterator[Finding]:
     """Length fields that do not count the trained tokens."""
     said = sequences.arrays.sequence_num_loss_tokens
     if said is None:
@@ -224,7 +198,7 @@ def _length_field(sequences: _Sequences) -> Iterator[Finding]:
         )
 
 
-def _normalizer(sequences: _Sequences) -> Iterator[Finding]:
+def _normalizer(sequences: Sequences) -> Iterator[Finding]:
     """A token mean over another number than that of the trained tokens."""
     said = sequences.arrays.normalizer
     if said is None:
@@ -247,7 +221,7 @@ def _normalizer(sequences: _Sequences) -> Iterator[Finding]:
     )
 
 
-def _logprobs(sequences: _Sequences) -> Iterator[Finding]:
+def _logprobs(sequences: Sequences) -> Iterator[Finding]:
     """Another number of logprobs than positions."""
     values = sequences.arrays.inference_logprobs
     size = sequences.arrays.input_ids.size
@@ -272,7 +246,7 @@ def _logprobs(sequences: _Sequences) -> Iterator[Finding]:
     )
 
 
-LAYOUT_CHECKS: tuple[Callable[[_Sequences], Iterator[Finding]], ...] = (
+LAYOUT_CHECKS: tuple[Callable[[Sequences], Iterator[Finding]], ...] = (
     _logprobs,
     _positions,
     _boundary_slots,
@@ -281,27 +255,3 @@ LAYOUT_CHECKS: tuple[Callable[[_Sequences], Iterator[Finding]], ...] = (
     _normalizer,
 )
 """Every check on a layout whose boundaries are sound."""
-
-
-def _sequences(arrays: LayoutArrays, multiple: int) -> _Sequences:
-    rows, width = arrays.input_ids.shape
-    if arrays.cu_seqlens is not None:
-        bounds = arrays.cu_seqlens.astype(np.intp)
-    else:
-        bounds = np.arange(rows + 1) * width
-    start, stop = bounds[:-1], bounds[1:]
-    if arrays.attention_mask is not None:
-        start, stop = _without_padding(arrays.attention_mask.reshape(-1), start, stop)
-    return _Sequences(arrays=arrays, start=start, stop=stop, room=np.diff(bounds), multiple=multiple)
-
-
-def _without_padding(
-    attends: NDArray[np.bool_], start: NDArray[np.intp], stop: NDArray[np.intp]
-) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """First and last position of each sequence that attention sees; a row of padding only stays whole."""
-    firsts, stops = start.copy(), stop.copy()
-    for at, (first, last) in enumerate(zip(start.tolist(), stop.tolist(), strict=True)):
-        seen = np.flatnonzero(attends[first:last])
-        if len(seen):
-            firsts[at], stops[at] = first + seen[0], first + seen[-1] + 1
-    return firsts, stops

@@ -3,7 +3,7 @@
 These look at names and lengths, and at tokens only where two samples may be the same.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
@@ -15,6 +15,9 @@ from rlbatch.soundness.subject import Members
 
 MIN_SURPRISE = 50.0
 """Nats: what is drawn twice by chance with a probability below exp(-50) was not drawn twice."""
+
+TAIL = 8
+"""Values by which two samples may be the same before they are compared whole."""
 
 MAX_SHOWN = 8
 """So many samples a finding names; the rest it counts."""
@@ -47,23 +50,21 @@ def turn_prefix_broken(members: Members) -> Iterator[Finding]:
 def duplicate_sample(members: Members) -> Iterator[Finding]:
     """Samples that come twice: of one id, or of tokens and logprobs that no second draw would give again."""
     by_id: dict[str, int] = {}
-    by_content: dict[tuple[int, bytes], list[int]] = defaultdict(list)
+    by_tail: dict[bytes, list[int]] = defaultdict(list)
+    lengths = [len(sample.token_ids) for sample in members.samples]
+    occurs = Counter(lengths)
     for index, sample in enumerate(members.samples):
         first = by_id.setdefault(sample.sample_id, index)
         if first != index:
             yield _duplicate(members, index, first, f"sample_id {sample.sample_id!r} again", "error")
-            continue
-        # The last values are of late tokens, where two draws have parted long since.
-        alike = by_content[len(sample), sample.inference_logprobs[-_TAIL:].tobytes()]
-        twin = next((each for each in alike if _same_draw(sample, members.samples[each])), None)
-        alike.append(index)
-        if twin is not None:
-            found = "the same tokens and logprobs under another sample_id"
-            yield _duplicate(members, index, twin, found, "warning")
-
-
-_TAIL = 8
-"""Values by which two samples may be the same before they are compared whole."""
+        elif occurs[lengths[index]] > 1:
+            # The last values are of late tokens, where two draws have parted long since.
+            alike = by_tail[sample.inference_logprobs[-TAIL:].tobytes()]
+            twin = next((each for each in alike if _same_draw(sample, members.samples[each])), None)
+            alike.append(index)
+            if twin is not None:
+                found = "the same tokens and logprobs under another sample_id"
+                yield _duplicate(members, index, twin, found, "warning")
 
 
 def group_incomplete(members: Members) -> Iterator[Finding]:

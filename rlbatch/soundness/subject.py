@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlbatch.errors import Where
+from rlbatch.errors import RecordError, Where
 from rlbatch.records import Origin, Provenance, Purpose, Sample
+from rlbatch.records.structure import check_scalar
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +29,18 @@ class Expectations:
     """How many versions older than the trainer a trained token may be."""
     group_size: int | None = None
     """Trajectories that every group must have."""
+
+    def __post_init__(self) -> None:
+        least = {"vocab_size": 1, "trainer_version": 0, "max_version_lag": 0, "group_size": 1}
+        for name, smallest in least.items():
+            value = getattr(self, name)
+            if value is None:
+                continue
+            check_scalar(name, value, int)
+            if value < smallest:
+                raise RecordError(f"{name}: expected at least {smallest}, found {value}")
+        if self.max_version_lag is not None and self.trainer_version is None:
+            raise RecordError("max_version_lag: expected a trainer_version with it, found none")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -47,11 +47,14 @@ VALUE_FAULTS: tuple[ValueFault, ...] = (
 MIN_SIGNS = 4
 """Values above 0 by which losses are told from logits."""
 
-MAX_MEDIAN_LOSS = 6.0
-"""Nats: half of all sampled tokens are likelier than exp(-6); half of all logits are not below 6."""
+USUAL_MEDIAN_LOSS = 4.0
+"""Nats: half of all sampled tokens are likelier than exp(-4); half of all logits are not below 4."""
 
-MAX_LEAST_LOSS = 0.7
-"""Nats: some token of a turn is likelier than a half; hardly any logit of a sampled token is so small."""
+MAX_MEDIAN_LOSS = 9.0
+"""Nats: at high temperatures, for turns that have a likely token among the others too."""
+
+LIKELY_LOSS = 0.7
+"""Nats: a token likelier than a half; hardly any logit of a sampled token is so small."""
 
 
 def positive_code(values: NDArray[np.floating[Any]]) -> str:
@@ -67,8 +70,10 @@ def positive_code(values: NDArray[np.floating[Any]]) -> str:
         [0.1, 2.3, 0.0, 0.9, 0.4] -> sign-flipped; [14.2, 9.8, 17.1, 12.0] -> logprob-positive
     """
     above = int(np.count_nonzero(values > POSITIVE_TOLERANCE))
-    losses = above >= MIN_SIGNS and float(values.min()) >= -POSITIVE_TOLERANCE
-    if losses and float(values.min()) < MAX_LEAST_LOSS and float(np.median(values)) < MAX_MEDIAN_LOSS:
+    if above < MIN_SIGNS or float(values.min()) < -POSITIVE_TOLERANCE:
+        return "logprob-positive"
+    median, least = float(np.median(values)), float(values.min())
+    if median < USUAL_MEDIAN_LOSS or (median < MAX_MEDIAN_LOSS and least < LIKELY_LOSS):
         return "sign-flipped"
     return "logprob-positive"
 

@@ -125,10 +125,10 @@ class ShardReader:
             IndexError: there are not that many samples.
             StorageError: shard-altered, naming the array.
         """
-        places = [self._locate(index) for index in indices]
-        for shard, _ in places:
+        indices = list(indices)
+        for shard in self._shards_of(indices):
             shard.verify()
-        return [shard.sample(at) for shard, at in places]
+        return [self._shards[shard].sample(at) for shard, at in self._places(indices)]
 
     def verify(self) -> None:
         """Compare every array of every shard with its checksum, unless that was done before.
@@ -186,7 +186,7 @@ class ShardReader:
             shard.release()
 
     def _shards_of(self, indices: Iterable[int]) -> list[Shard]:
-        return list({id(shard): shard for shard, _ in map(self._locate, indices)}.values())
+        return [self._shards[at] for at in sorted({shard for shard, _ in self._places(indices)})]
 
     def location(self, index: int) -> tuple[str, int]:
         """Where sample `index` is stored: the shard's path, and the index in it.
@@ -194,16 +194,29 @@ class ShardReader:
         Raises:
             IndexError: there are not that many samples.
         """
-        shard, at = self._locate(index)
-        return str(shard.path), at
+        return self.locations([index])[0]
+
+    def locations(self, indices: Iterable[int]) -> list[tuple[str, int]]:
+        """`location` of many, at the price of a few.
+
+        Raises:
+            IndexError: there are not that many samples.
+        """
+        return [(self.paths[shard], at) for shard, at in self._places(indices)]
 
     def _locate(self, index: int) -> tuple[Shard, int]:
-        at = operator.index(index)
-        at = at + len(self) if at < 0 else at
-        if not 0 <= at < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
-        shard = int(np.searchsorted(self._firsts, at, side="right")) - 1
-        return self._shards[shard], at - int(self._firsts[shard])
+        ((shard, at),) = self._places([index])
+        return self._shards[shard], at
+
+    def _places(self, indices: Iterable[int]) -> list[tuple[int, int]]:
+        """(shard, index in it) of each; a negative index counts from the end."""
+        wanted = np.array([operator.index(index) for index in indices], np.int64)
+        at = np.where(wanted < 0, wanted + len(self), wanted)
+        bad = np.flatnonzero((at < 0) | (at >= len(self)))
+        if len(bad):
+            raise IndexError(f"sample {wanted[bad[0]]} of {len(self)}")
+        shards = np.searchsorted(self._firsts, at, side="right") - 1
+        return list(zip(shards.tolist(), (at - self._firsts[shards]).tolist(), strict=True))
 
 
 def _reopen(paths: Sequence[str], leftovers: Sequence[str]) -> ShardReader:

@@ -8,17 +8,19 @@ from dataclasses import dataclass
 import numpy as np
 
 from rlbatch.alignment.exhibits import Exhibit
-from rlbatch.alignment.hypotheses.families import FAMILIES, Family
+from rlbatch.alignment.families import FAMILIES, Family
 from rlbatch.alignment.limits import (
     FAMILY_MARGIN_SHARE,
     FAMILY_MIN_GAIN,
     FAMILY_MIN_INFORMATIVE,
     FAMILY_MIN_MARGIN,
     FAMILY_OLD_SHARE,
+    FAMILY_PARAMETER,
     FAMILY_SIMPLER,
     FAMILY_SLOPE,
     FAMILY_SLOPE_ERRORS,
     FAMILY_SLOPE_MOST,
+    LAG_ACCEPTED_SHARE,
 )
 from rlbatch.alignment.tournament import Fit, fit
 from rlbatch.catalogue import finding
@@ -49,7 +51,7 @@ def other_distribution(exhibit: Exhibit, *, most_left: float, current: bool) -> 
     ]
     best = fits[0]
     for other in fits[1:]:
-        if other.fit.gain > best.fit.gain + FAMILY_SIMPLER:
+        if _worth(other) > _worth(best) + FAMILY_SIMPLER:
             best = other
     if not _holds(best, exhibit, most_left, current=current):
         return None
@@ -57,9 +59,16 @@ def other_distribution(exhibit: Exhibit, *, most_left: float, current: bool) -> 
     least = max(FAMILY_MIN_MARGIN, FAMILY_MARGIN_SHARE * best.fit.gain)
     if len(best.family.parameters) == 1 and best.fit.free_gain > best.fit.gain + least:
         return None
-    rivals = [each.fit.gain for each in fits if each.family.code != best.family.code]
+    if len(best.family.parameters) == 1 and best.fit.num_against > LAG_ACCEPTED_SHARE * best.fit.num_for:
+        return None
+    rivals = [_worth(each) for each in fits if each.family.code != best.family.code]
     rivals.append(_gain_of_zeros(exhibit))
-    return best if best.fit.gain - max(rivals, default=0.0) >= least else None
+    return best if _worth(best) - max(rivals, default=0.0) >= least else None
+
+
+def _worth(each: Winner) -> float:
+    """Gain, less what a parameter costs: it would fit something by itself."""
+    return each.fit.gain - (FAMILY_PARAMETER if len(each.family.parameters) > 1 else 0.0)
 
 
 def _gain_of_zeros(exhibit: Exhibit) -> float:

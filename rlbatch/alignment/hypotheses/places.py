@@ -16,6 +16,7 @@ from rlbatch.alignment.limits import (
     ROWS_HEAD,
     ROWS_MIN_TOKENS,
     ROWS_MIN_VOTES,
+    ROWS_OFF,
     RULE_MIN_ROWS,
 )
 from rlbatch.catalogue import finding
@@ -78,14 +79,14 @@ def _likely(lag: int) -> str:
 
 
 def shifted_by_rule(
-    suspects: Mapping[int, Evidence], shifts: Mapping[int, Shift], everyone: Sequence[Context]
+    suspects: Mapping[int, Evidence], shifts: Mapping[int, Shift], everyone: Sequence[Evidence]
 ) -> dict[int, Finding]:
     """Rows whose lags follow their prompt, their padding or their number; by the key of the segment.
 
     Args:
         suspects: evidence of every segment that is worth a look.
         shifts: the lag of each of them that one lag explains.
-        everyone: of all segments of the batch, by key.
+        everyone: evidence of all segments of the batch, by key.
     """
     certain = [key for key in shifts if not shifts[key].rivals]
     in_place = [key for key in range(len(everyone)) if key not in suspects]
@@ -93,12 +94,14 @@ def shifted_by_rule(
         return {}
     for name, quantity in RULES:
         for sign in (1, -1):
-            constants = {shifts[key].lag - sign * quantity(everyone[key]) for key in certain}
+            constants = {shifts[key].lag - sign * quantity(everyone[key].context) for key in certain}
             if len(constants) != 1:
                 continue
             (constant,) = constants
-            lags = {key: constant + sign * quantity(everyone[key]) for key in shifts}
-            num_rows = len(certain) + sum(constant + sign * quantity(everyone[key]) == 0 for key in in_place)
+            lags = [constant + sign * quantity(each.context) for each in everyone]
+            num_rows = len(certain) + sum(lags[key] == 0 for key in in_place)
+            if any(_should_show(everyone[key], lags[key]) for key in in_place):
+                continue
             told = [key for key in shifts if lags[key] in (shifts[key].lag, *shifts[key].rivals)]
             if num_rows >= RULE_MIN_ROWS:
                 more = f"; the lag is {'minus ' if sign < 0 else ''}{name} {constant:+d}, in {num_rows} rows"
@@ -106,6 +109,11 @@ def shifted_by_rule(
                     key: _shift_finding("shifted-by-rule", suspects[key], shifts[key], more) for key in told
                 }
     return {}
+
+
+def _should_show(evidence: Evidence, lag: int) -> bool:
+    """Whether a segment is long enough to show a lag, so that one without it contradicts the rule."""
+    return lag != 0 and int(evidence.usable.sum()) >= abs(lag) + 2 * ROWS_MIN_TOKENS
 
 
 RULES: tuple[tuple[str, Callable[[Context], int]], ...] = (
@@ -157,7 +165,7 @@ def _best_row(evidence: Evidence) -> _Row | None:
     if not fits:
         return None
     left, off, best = min(fits)
-    if left > min(evidence.most_left, LAG_ACCEPTED_SHARE * off):
+    if left > min(evidence.most_left, LAG_ACCEPTED_SHARE * off) or off < ROWS_OFF:
         return None
     witnessed = _row_witnessed(*_against(evidence, others[best]))
     return _Row(owner=others[best].place, off=off, left=left) if witnessed else None

@@ -10,6 +10,8 @@ from rlbatch.alignment.limits import (
     CACHE_BLOCK,
     CACHE_MIN_TOKENS,
     DECAY_FACTOR,
+    GROSS_TRIMMED_SHARE,
+    PREFIX_WIDTHS,
     RUBBISH_MEAN,
     SPAN_FACTOR,
     SPAN_LOUD,
@@ -20,7 +22,7 @@ from rlbatch.alignment.limits import (
     TAIL_TOKENS,
     VERSION_MIN_TOKENS,
 )
-from rlbatch.alignment.tournament import RESIDUAL_WIDTHS, WIDTH_FLOOR, widths
+from rlbatch.alignment.tournament import WIDTH_FLOOR, widths
 from rlbatch.catalogue import finding
 from rlbatch.errors import Finding
 
@@ -34,7 +36,7 @@ class Span:
     stop: int
     is_end: bool
     loud: float
-    """Mean clipped |log_ratio| within, without the largest, nats."""
+    """Mean clipped |log_ratio| within, without the largest tenth, nats."""
     quiet: float
     """The same without."""
 
@@ -45,7 +47,7 @@ def loud_span(evidence: Evidence) -> Span | None:
     if len(at) < CACHE_MIN_TOKENS + TAIL_MIN_TOKENS:
         return None
     errors = evidence.at_zero()[at]
-    scaled = np.minimum(errors / widths(evidence.trainer[at]), RESIDUAL_WIDTHS)
+    scaled = np.minimum(errors / widths(evidence.trainer[at]), PREFIX_WIDTHS)
     before = np.cumsum(scaled)[:-1]
     num = np.arange(1, len(at))
     first, second = before / num, (scaled.sum() - before) / (len(at) - num)
@@ -61,7 +63,8 @@ def loud_span(evidence: Evidence) -> Span | None:
         return None
     parts = errors[: split + 1], errors[split + 1 :]
     sizes = _without_largest(parts[is_end]), float(parts[not is_end].mean())
-    if sizes[0] < SPAN_LOUD or sizes[1] > SPAN_QUIET:
+    usual = 0.0 if evidence.floor is None else SPAN_FACTOR * evidence.floor
+    if sizes[0] < max(SPAN_LOUD, usual) or sizes[1] > SPAN_QUIET:
         return None
     edge = int(at[split + 1])
     start, stop = (edge, len(evidence.trained)) if is_end else (0, edge)
@@ -69,8 +72,9 @@ def loud_span(evidence: Evidence) -> Span | None:
 
 
 def _without_largest(errors: NDArray[np.float64]) -> float:
-    """Mean of all but one: a single wild token is a ratio-tail, and makes nothing loud."""
-    return float((errors.sum() - errors.max()) / max(len(errors) - 1, 1))
+    """Mean without the largest tenth, at least one: a few wild tokens make nothing loud."""
+    kept = np.sort(errors)[: len(errors) - max(1, round(GROSS_TRIMMED_SHARE * len(errors)))]
+    return float(kept.mean()) if len(kept) else 0.0
 
 
 def span_cause(evidence: Evidence) -> Finding | None:

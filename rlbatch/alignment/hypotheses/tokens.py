@@ -11,6 +11,7 @@ from rlbatch.alignment.limits import (
     CONFIDENT_MIN_TOKENS,
     CONFIDENT_OFF,
     SLOT_AFTER,
+    SLOT_CHANCE,
     SLOT_FACTOR,
     SLOT_FIT,
     SLOT_MOST,
@@ -37,12 +38,12 @@ def wrong_ids(evidence: Evidence) -> Finding | None:
         return None
     # An uncertain token is told less exactly: noise moves it more.
     within = SLOT_WIDTHS * float((evidence.at_zero()[rest] / widths(evidence.trainer[rest])).mean())
-    fits = np.array([_another_fits(evidence, int(slot), within) for slot in slots])
+    chances = np.array([_chance(evidence, int(slot), within) for slot in slots])
     # What follows a wrong id is unlikely too, and no other id explains it.
     first = np.diff(slots, prepend=-SLOT_AFTER - 1) > SLOT_AFTER
-    if not fits[first].all():
+    if chances[first].prod() > SLOT_CHANCE or (chances[first] == 1).any():
         return None
-    slots = slots[fits]
+    slots = slots[chances < 1]
     tokens = ", ".join(str(evidence.first_token + int(slot)) for slot in slots[:8])
     log_ratio = evidence.log_ratio()
     return finding(
@@ -66,14 +67,25 @@ def _slots(evidence: Evidence) -> NDArray[np.intp]:
     return np.flatnonzero(low & (log_ratio < -SLOT_FACTOR * rest.mean()))
 
 
-def _another_fits(evidence: Evidence, slot: int, within: float) -> bool:
-    """Whether an id that the trainer ranks among its first has the engine's value there."""
+def _chance(evidence: Evidence, slot: int, within: float) -> float:
+    """How easily some id has the engine's value there by chance; 1 where none of the first ranks has.
+
+    Args:
+        evidence: with logits to ask for.
+        slot: its entry.
+        within: noise in widths.
+    """
     if evidence.ask is None:
-        return False
+        return 1.0
     logits = evidence.ask(slot, slot + 1)[0].double() / evidence.divisor
     best = torch.log_softmax(logits, dim=0).topk(min(MOST_RANKS, len(logits))).values.numpy()
-    value = float(evidence.inference[slot])
-    return bool((np.abs(best - value) < within * widths(best) + SLOT_FIT).any())
+    apart = np.abs(best - float(evidence.inference[slot]))
+    # An uncertain token is told less exactly: noise moves it more.
+    tolerance = within * widths(best) + SLOT_FIT
+    if not (apart < tolerance).any():
+        return 1.0
+    nearest = int(apart.argmin())
+    return float(min(0.99, np.count_nonzero(apart < 1.0) * tolerance[nearest]))
 
 
 MOST_RANKS = 256

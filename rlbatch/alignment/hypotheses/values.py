@@ -12,7 +12,10 @@ from rlbatch.alignment.limits import (
     RENORMALISED_LEAST,
     RENORMALISED_MIN_TOKENS,
     SIGN_MIN_TOKENS,
+    ZERO_CLEAR,
     ZERO_MIN_EVIDENCE,
+    ZERO_NOISY,
+    ZERO_NOISY_MIN_TOKENS,
     ZERO_OLD_MIN_EVIDENCE,
     ZERO_TRAINER_BELOW,
 )
@@ -94,6 +97,10 @@ def zero_filled(evidence: Evidence) -> Finding | None:
     zero = evidence.usable & (evidence.inference == 0)
     bad = np.flatnonzero(zero & (evidence.trainer < ZERO_TRAINER_BELOW))
     needed = ZERO_MIN_EVIDENCE if evidence.current else ZERO_OLD_MIN_EVIDENCE
+    if evidence.floor is not None and evidence.floor > ZERO_NOISY:
+        # Where the trainer's own noise takes certainty away, only several clear cases are no chance.
+        bad = bad[evidence.trainer[bad] < ZERO_CLEAR]
+        needed = np.inf if len(bad) < ZERO_NOISY_MIN_TOKENS else ZERO_OLD_MIN_EVIDENCE
     if -evidence.trainer[bad].sum() < needed or _renormalised(evidence, zero):
         return None
     return finding(
