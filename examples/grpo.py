@@ -35,9 +35,15 @@ from rlbatch.batch import Batch, Layout
 from rlbatch.collate import collate
 from rlbatch.errors import RlbatchError
 from rlbatch.faults import FAULTS
-from rlbatch.loader import RolloutLoader
+from rlbatch.loader import Checks, RolloutLoader
 from rlbatch.records import Provenance, Sample, SamplingParams, Trajectory, Turn, VersionSpan
-from rlbatch.scoring import load_model, model_vocab_size, tokenizer_fingerprint, trainer_logprobs
+from rlbatch.scoring import (
+    load_model,
+    logits_for,
+    model_vocab_size,
+    tokenizer_fingerprint,
+    trainer_logprobs,
+)
 from rlbatch.storage import open_reader, write_shard
 from rlbatch_kernels import policy_ratio
 
@@ -213,7 +219,8 @@ class Rollouts:
 def load_batches(shard: Path, settings: Settings, vocab_size: int) -> list[Batch]:
     """The micro-batches of one shard."""
     if not settings.unchecked:
-        loader = RolloutLoader(shard, layout=settings.layout, max_tokens=MAX_TOKENS, vocab_size=vocab_size)
+        checks = Checks(vocab_size=vocab_size)
+        loader = RolloutLoader(shard, layout=settings.layout, max_tokens=MAX_TOKENS, checks=checks)
         return list(loader)
     samples = open_reader(shard).samples()
     return [collate(samples[at : at + 8], layout=settings.layout) for at in range(0, len(samples), 8)]
@@ -224,7 +231,7 @@ def gate(model: PreTrainedModel, batches: Sequence[Batch], version: int) -> Alig
     with torch.no_grad():
         logprobs = [trainer_logprobs(model, batch) for batch in batches]
     # Each batch has its own ratios, but metrics and warnings are of the step.
-    return require_aligned(batches, logprobs, trainer_version=version)[0]
+    return require_aligned(batches, logprobs, trainer_version=version, logits_for=logits_for(model))[0]
 
 
 def summary(step: Alignment) -> str:

@@ -20,6 +20,8 @@ from rlbatch.errors import (
     Where,
 )
 from rlbatch.records import (
+    LayoutArrays,
+    MediaArray,
     Origin,
     Provenance,
     Sample,
@@ -31,13 +33,22 @@ from rlbatch.records import (
     VersionSpan,
     identical,
 )
-from rlbatch.soundness import check_sound, require_sound
+from rlbatch.soundness import (
+    check_sound,
+    check_sound_layout,
+    check_sound_trajectory,
+    require_sound,
+    require_sound_layout,
+    require_sound_trajectory,
+)
 from rlbatch.storage import open_reader, open_writer, write_shard
 
 __all__ = [
     "AlignmentError",
     "CATALOGUE",
     "Finding",
+    "LayoutArrays",
+    "MediaArray",
     "Origin",
     "PackingLeakError",
     "Provenance",
@@ -56,12 +67,16 @@ __all__ = [
     "VersionSpan",
     "Where",
     "check_sound",
+    "check_sound_layout",
+    "check_sound_trajectory",
     "identical",
     "open_reader",
     "open_writer",
     "parse_response",
     "prefix_findings",
     "require_sound",
+    "require_sound_layout",
+    "require_sound_trajectory",
     "to_samples",
     "write_shard",
 ]

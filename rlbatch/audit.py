@@ -22,7 +22,7 @@ from rlbatch.catalogue import finding
 from rlbatch.collate import collate
 from rlbatch.errors import Finding, RecordError, ReplyError, ScoringError, StorageError, Where
 from rlbatch.figures import Figures
-from rlbatch.packing import plan_batches, too_long
+from rlbatch.packing import Room, plan_batches, too_long
 from rlbatch.records import Origin, Provenance, Sample
 from rlbatch.report import AuditReport, FileReport, Verdict
 from rlbatch.scoring import load_model, model_vocab_size, tokenizer_fingerprint, trainer_logprobs
@@ -166,8 +166,7 @@ class _FileAudit:
     def _score(self, pairs: Sequence[tuple[Sample, Origin]]) -> None:
         plan = plan_batches(
             [len(sample) for sample, _ in pairs],
-            layout="padded",
-            max_tokens=self._options.max_tokens,
+            Room(layout="padded", max_tokens=self._options.max_tokens),
             kinds=[sample.logprobs_modes for sample, _ in pairs],
         )
         for indices in plan:
@@ -216,7 +215,8 @@ class _FileAudit:
 
     def _require_fit(self, samples: Sequence[Sample], origins: Sequence[Origin]) -> None:
         budget = self._options.max_tokens
-        excess = too_long([len(sample) for sample in samples], budget)
+        room = Room(layout="padded", max_tokens=budget)
+        excess = too_long([len(sample) for sample in samples], room)
         if excess:
             raise StorageError.of(
                 finding(

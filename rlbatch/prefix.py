@@ -10,8 +10,8 @@
     another prompt     the first prompt                         other ids
     rewritten          ids of a completion                      nothing of the rest comes again
 
-A prompt goes on where the next `ANCHOR` ids agree, or all that are left. Knows no tokenizer: that a run is
-thinking is told by its place, not by its text. Knows nothing of records.
+A prompt goes on where the next `ANCHOR` ids agree, or all that are left; right after a completion fewer do.
+Knows no tokenizer: that a run is thinking is told by its place, not by its text. Knows nothing of records.
 """
 
 from dataclasses import dataclass
@@ -32,6 +32,9 @@ BreakKind: TypeAlias = Literal[
 
 ANCHOR = 8
 """So many equal ids in a row are no coincidence: BPE settles within two or three after a change."""
+
+SUFFIX_ANCHOR = 4
+"""At the edge of a turn fewer will do, where no more than so many ids are lost or put in."""
 
 MIN_ANCHOR = 2
 """One id that is left, mostly a stop token, comes again in any conversation and proves nothing."""
@@ -81,11 +84,29 @@ def find_break(
         return None
     if at == len(prompt):
         return Break(kind="shortened", start=at, stop=len(earlier), prompt_stop=at, resumes=False)
-    resumed = _resumption(earlier[at:], prompt[at:])
+    rest, new = earlier[at:], prompt[at:]
+    after_completion = at > 0 and bool(sampled[at - 1]) and not sampled[at]
+    resumed = (_suffix(rest, new) if after_completion else None) or _resumption(rest, new)
     resumes = resumed is not None
     num_lost, num_new = resumed or (len(earlier) - at, len(prompt) - at)
     kind = _kind(sampled, at, num_lost, num_new, resumes=resumes)
     return Break(kind=kind, start=at, stop=at + num_lost, prompt_stop=at + num_new, resumes=resumes)
+
+
+def _suffix(rest: NDArray[np.int32], prompt: NDArray[np.int32]) -> tuple[int, int] | None:
+    """A few ids lost or put in right after a completion; a template that does so does it in every turn.
+
+    Short turns leave no room for a whole anchor until the next one.
+    """
+    length = min(SUFFIX_ANCHOR, len(rest) - 1, len(prompt) - 1)
+    if length < MIN_ANCHOR:
+        return None
+    for moved in range(1, SUFFIX_ANCHOR + 1):
+        for lost, new in ((moved, 0), (0, moved)):
+            ahead = rest[lost : lost + length], prompt[new : new + length]
+            if len(ahead[0]) == length and np.array_equal(*ahead):
+                return lost, new
+    return None
 
 
 def _resumption(rest: NDArray[np.int32], prompt: NDArray[np.int32]) -> tuple[int, int] | None:

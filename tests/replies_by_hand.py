@@ -4,12 +4,18 @@ Five tokens answer a prompt of four. The values are exact in float32, so that a 
 `==`. Every function gives new objects: a test may break what it gets.
 """
 
+import base64
+import math
 from typing import Any
+
+import numpy as np
 
 PROMPT = [1, 315, 30, 579]
 IDS = [572, 423, 331, 448, 4]
 RAW = [-2.5, -0.25, -0.0078125, 0.0, -1.5]
 SAMPLED = [-2.0, -0.125, -0.00390625, 0.0, -1.25]
+ROUTING_SHAPE = (3, 2)
+"""Layers and experts a token of the routing matrices."""
 TEXTS = [" Chen", " starts", " with", " 12", "<|im_end|>"]
 
 
@@ -200,3 +206,20 @@ def fireworks_chunks(sizes: tuple[int, ...] = (1, 3, 5)) -> list[Any]:
         events.append(whole)
         before = size
     return events
+
+
+def fireworks_matrix(token: int, dtype: str = "|u1") -> str:
+    """The pass that drew token `token` of prompt and completion: no two elements of any two are the same."""
+    experts = range(10 * token, 10 * token + math.prod(ROUTING_SHAPE))
+    return base64.b64encode(np.array(experts, dtype).tobytes()).decode()
+
+
+def fireworks_routed(num_echoed: int | None = None, dtype: str = "|u1") -> dict[str, Any]:
+    """A matrix for each token but the first of all, whose pass nothing came before."""
+    whole = num_echoed is not None and num_echoed >= len(PROMPT)
+    body = fireworks_reply() if num_echoed is None else fireworks_echo(None if whole else num_echoed)
+    rows = body["choices"][0]["logprobs"]["content"]
+    first = len(PROMPT) + len(IDS) - len(rows)
+    for token, row in enumerate(rows, first):
+        row["routing_matrix"] = fireworks_matrix(token, dtype) if token else ""
+    return body

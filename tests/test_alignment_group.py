@@ -1,72 +1,287 @@
 """Several ranks, one verdict: the same error everywhere, naming the rank; nobody waits in vain."""
 
+import os
 import pickle
+import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-WORLD = 2
+from rlbatch.errors import AlignmentError, Finding
+
+WORLDS = (2, 4)
 TRUTH = [-0.5, -3.0, -0.1, -2.0, -4.0, -0.2, -1.5, -2.5]
+SHIFTED = [-0.9, *TRUTH[:-1]]
+SECONDS_LATE = 1.0
+TIMEOUT = 2.0
 
 
-def rank_main(rank: int, folder: str, case: str, defer: bool) -> None:
-    """One rank of a step; what it raised, or its metrics, goes to a file."""
+@dataclass(frozen=True)
+class Outcome:
+    """What one rank got of one case."""
+
+    error: AlignmentError | None
+    metrics: dict[str, float] | None
+    warnings: tuple[Finding, ...]
+    calls: int
+    """Gates passed before the error."""
+    seconds: float
+
+    @property
+    def said(self) -> Any:
+        """Everything of the error that must be equal on all ranks."""
+        return None if self.error is None else (type(self.error), str(self.error), self.error.findings)
+
+
+def one_batch(rank: int, inference: list[float], *, version: int | None = None) -> Any:
+    """A batch of one sample and the trainer's logprobs of it."""
     from builders import sample
 
-    from rlbatch.alignment import require_aligned
     from rlbatch.collate import collate
-    from rlbatch.errors import AlignmentError
+    from rlbatch.records.turn import VersionSpan
 
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=WORLD)
-    bad = case == "both" or (case == "one" and rank == 1)
-    inference = [-0.9, *TRUTH[:-1]] if bad else [value + 0.001 * rank for value in TRUTH]
+    changes = {}
+    if version is not None:
+        changes["policy_versions"] = (VersionSpan(label=str(version), start=0, stop=len(TRUTH)),)
     ids = list(range(11, 11 + len(TRUTH)))
-    batch = collate([sample([1, 5], ids, inference, trajectory_id=f"rank{rank}")], layout="packed")
+    batch = collate([sample([1, 5], ids, inference, trajectory_id=f"rank{rank}", **changes)], layout="packed")
     trainer = torch.zeros(batch.shape)
     trainer[batch.loss_mask] = torch.tensor(TRUTH)
-    if case == "shape" and rank == 1:
-        trainer = trainer[:, 1:]
+    return batch, trainer
+
+
+def near_truth(rank: int) -> list[float]:
+    return [value + 0.001 * rank for value in TRUTH]
+
+
+def step(rank: int, inferences: list[list[float]], **options: Any) -> tuple[Any, int]:
+    """One whole step of some micro-batches."""
+    from rlbatch.alignment import require_aligned
+
+    batches, logprobs = zip(*(one_batch(rank, each) for each in inferences), strict=True)
+    options = {"trainer_version": None, "group": dist.group.WORLD} | options
+    alignments = require_aligned(list(batches), list(logprobs), **options)
+    alignments[0].verify()
+    return alignments[0], 1
+
+
+def clean(rank: int, world: int) -> Any:
+    return step(rank, [near_truth(rank)])
+
+
+def one(rank: int, world: int) -> Any:
+    return step(rank, [SHIFTED if rank == 1 else TRUTH])
+
+
+def every(rank: int, world: int) -> Any:
+    return step(rank, [SHIFTED], defer=True)
+
+
+def late(rank: int, world: int) -> Any:
+    if rank == 0:
+        time.sleep(SECONDS_LATE)
+    return step(rank, [SHIFTED if rank == 1 else TRUTH])
+
+
+def shape(rank: int, world: int, *, defer: bool = False) -> Any:
+    from rlbatch.alignment import require_aligned
+
+    batch, trainer = one_batch(rank, TRUTH)
+    trainer = trainer[:, 1:] if rank == 1 else trainer
+    (alignment,) = require_aligned(
+        [batch], [trainer], trainer_version=None, group=dist.group.WORLD, defer=defer
+    )
+    alignment.verify()
+    return alignment, 1
+
+
+def shape_deferred(rank: int, world: int) -> Any:
+    return shape(rank, world, defer=True)
+
+
+def version_type(rank: int, world: int) -> Any:
+    return step(rank, [TRUTH], trainer_version="1" if rank == 1 else None)
+
+
+def number_of_batches(rank: int, world: int) -> Any:
+    return step(rank, [TRUTH] * (3 if rank == 1 else 2))
+
+
+def version_of_trainer(rank: int, world: int) -> Any:
+    return step(rank, [TRUTH], trainer_version=8 if rank == 1 else 7)
+
+
+def limits(rank: int, world: int) -> Any:
+    from rlbatch.alignment import Limits
+
+    return step(rank, [TRUTH], limits=Limits(kld_error=0.2 if rank == 1 else 0.1))
+
+
+def last_of_three(rank: int, world: int) -> Any:
+    return step(rank, [TRUTH, TRUTH, SHIFTED if rank == 1 else TRUTH])
+
+
+def accumulation(rank: int, world: int) -> Any:
+    """A gate a micro-batch; the third is bad on one rank."""
+    from rlbatch.alignment import require_aligned
+
+    for calls in range(4):
+        batch, trainer = one_batch(rank, SHIFTED if (rank, calls) == (1, 2) else TRUTH)
+        trainer.requires_grad_()
+        try:
+            alignment = require_aligned(batch, trainer, trainer_version=None, group=dist.group.WORLD)
+        except AlignmentError as error:
+            error.add_note(f"{calls} calls")
+            raise
+        alignment.ratio.sum().backward()
+    return alignment, 4
+
+
+def tail_on_one(rank: int, world: int) -> Any:
+    """A warning, which is everybody's as well."""
+    values = [*TRUTH[:4], -30.0, *TRUTH[5:]] if rank == 1 else TRUTH
+    return step(rank, [values])
+
+
+def many_ages(rank: int, world: int) -> Any:
+    """More ages on each rank than the numbers have room for."""
+    from rlbatch.alignment import require_aligned
+
+    parts = [one_batch(rank, near_truth(rank), version=age) for age in range(20)]
+    batches, logprobs = zip(*parts, strict=True)
+    alignments = require_aligned(
+        list(batches), list(logprobs), trainer_version=19, group=dist.group.WORLD, defer=True
+    )
+    return alignments[0], 1
+
+
+CASES = (
+    *(clean, one, every, late, shape, shape_deferred, version_type, number_of_batches),
+    *(version_of_trainer, limits, last_of_three, accumulation, tail_on_one, many_ages),
+)
+
+
+def without_last(rank: int, group: Any) -> Any:
+    """The last rank of the group does not come."""
+    from rlbatch.alignment import Limits
+
+    return step(rank, [TRUTH], group=group, limits=Limits(rank_timeout=TIMEOUT))
+
+
+def outcome_of(run: Any) -> Outcome:
+    began = time.monotonic()
+    error, metrics, warnings, calls = None, None, (), 0
     try:
-        version = "1" if case == "version" and rank == 1 else None
-        (alignment,) = require_aligned(
-            [batch], [trainer], trainer_version=version, group=dist.group.WORLD, defer=defer
-        )
-        alignment.verify()
-        outcome = alignment.metrics
-    except AlignmentError as error:
-        outcome = (str(error), error.findings)
-    Path(folder, f"outcome{rank}").write_bytes(pickle.dumps(outcome))
-    dist.destroy_process_group()
+        alignment, calls = run()
+        metrics, warnings = alignment.metrics, alignment.warnings
+    except AlignmentError as raised:
+        error = raised
+        calls = int(getattr(raised, "__notes__", ["0"])[0].split()[0])
+    return Outcome(
+        error=error, metrics=metrics, warnings=warnings, calls=calls, seconds=time.monotonic() - began
+    )
 
 
-def run(tmp_path, case, defer):
-    mp.spawn(rank_main, args=(str(tmp_path), case, defer), nprocs=WORLD)
-    return [pickle.loads((tmp_path / f"outcome{rank}").read_bytes()) for rank in range(WORLD)]
+def rank_main(rank: int, folder: str, world: int) -> None:
+    """Every case in turn; those that break a group come last, each with a group of its own."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
+    outcomes = {case.__name__: outcome_of(lambda case=case: case(rank, world)) for case in CASES}
+    silent, dead = dist.new_group(), dist.new_group()
+    is_last = rank == world - 1
+    if not is_last:
+        outcomes["silent"] = outcome_of(lambda: without_last(rank, silent))
+    dist.barrier()
+    if not is_last:
+        outcomes["dead"] = outcome_of(lambda: without_last(rank, dead))
+    Path(folder, f"outcomes{rank}").write_bytes(pickle.dumps(outcomes))
+    # No farewells: the groups are broken, and a dead process says none.
+    os._exit(0)
+
+
+@pytest.fixture(scope="module", params=WORLDS, ids=lambda world: f"{world}ranks")
+def ranks(request, tmp_path_factory):
+    """What each rank got of each case, in a world that is started once."""
+    folder = tmp_path_factory.mktemp("world")
+    mp.spawn(rank_main, args=(str(folder), request.param), nprocs=request.param)
+    return [pickle.loads((folder / f"outcomes{rank}").read_bytes()) for rank in range(request.param)]
 
 
 @pytest.mark.parametrize(
-    ("case", "defer", "ranks"),
+    ("case", "code", "on_every_rank"),
     [
-        ("one", False, [1]),
-        ("both", True, [0, 1]),
-        ("shape", False, [1]),
-        ("shape", True, [1]),
-        ("version", False, [1]),
+        ("one", "shifted", False),
+        ("every", "shifted", True),
+        ("late", "shifted", False),
+        ("last_of_three", "shifted", False),
+        ("accumulation", "shifted", False),
+        ("shape", "batch-mismatch", False),
+        ("shape_deferred", "batch-mismatch", False),
+        ("version_type", "batch-mismatch", False),
+        ("number_of_batches", "ranks-differ", False),
+        ("version_of_trainer", "ranks-differ", False),
+        ("limits", "ranks-differ", False),
     ],
 )
-def test_every_rank_raises_the_same_error(tmp_path, case, defer, ranks):
-    first, second = run(tmp_path, case, defer)
-    assert first == second
-    text, findings = first
-    assert [found.where.rank for found in findings] == ranks
-    assert all(f"rank {rank}" in text for rank in ranks)
+def test_every_rank_raises_the_same_error(ranks, case, code, on_every_rank):
+    said = [outcomes[case].said for outcomes in ranks]
+    assert all(each == said[0] for each in said)
+    _, text, findings = said[0]
+    bad = list(range(len(ranks))) if on_every_rank else [1]
+    assert [(found.code, found.where.rank) for found in findings] == [(code, rank) for rank in bad]
+    assert all(f"rank {rank}" in text for rank in bad)
 
 
-def test_clean_ranks_share_their_metrics(tmp_path):
-    first, second = run(tmp_path, "clean", False)
-    assert first == second
-    assert first["rlbatch/num_tokens/sum"] == 2 * len(TRUTH)
-    assert first["rlbatch/abs_log_ratio/mean"] == pytest.approx(0.0005, rel=1e-3)
+def test_the_sample_is_named_with_its_rank(ranks):
+    (found,) = ranks[0]["one"].error.findings
+    assert (found.where.rank, found.where.trajectory, found.where.sample) == (1, "rank1", 0)
+
+
+def test_unequal_numbers_of_batches_are_told_by_rank(ranks):
+    (found,) = ranks[0]["number_of_batches"].error.findings
+    assert "2 on rank 0, 3 on rank 1" in found.found
+
+
+def test_a_late_rank_is_waited_for(ranks):
+    assert ranks[1]["late"].seconds >= SECONDS_LATE / 2
+
+
+def test_gates_before_the_bad_micro_batch_are_passed_by_all(ranks):
+    assert [outcomes["accumulation"].calls for outcomes in ranks] == [2] * len(ranks)
+
+
+@pytest.mark.parametrize("case", ["silent", "dead"])
+def test_a_rank_that_does_not_come_is_an_error_in_time(ranks, case):
+    for outcomes in ranks[:-1]:
+        assert outcomes[case].error.code == "rank-silent"
+        assert outcomes[case].seconds < 4 * TIMEOUT
+    assert len({str(outcomes[case].error) for outcomes in ranks[:-1]}) == 1
+
+
+def test_clean_ranks_share_their_metrics(ranks):
+    metrics = [outcomes["clean"].metrics for outcomes in ranks]
+    assert all(each == metrics[0] for each in metrics)
+    world = len(ranks)
+    assert metrics[0]["rlbatch/num_tokens/sum"] == world * len(TRUTH)
+    # Rank r is 0.001 r off at every token.
+    assert metrics[0]["rlbatch/abs_log_ratio/mean"] == pytest.approx(0.001 * (world - 1) / 2, rel=1e-3)
+    assert metrics[0]["rlbatch/abs_log_ratio/max"] == pytest.approx(0.001 * (world - 1), rel=1e-2)
+
+
+def test_a_warning_of_one_rank_is_everybodys(ranks):
+    for outcomes in ranks:
+        (found,) = outcomes["tail_on_one"].warnings
+        assert (found.code, found.where.rank) == ("ratio-tail", 1)
+
+
+def test_more_ages_than_slots_are_all_counted(ranks):
+    for outcomes in ranks:
+        metrics = outcomes["many_ages"].metrics
+        assert all(
+            metrics[f"rlbatch/num_tokens/version_lag_{age}"] == len(ranks) * len(TRUTH) for age in range(20)
+        )

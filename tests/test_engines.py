@@ -259,6 +259,8 @@ def set_logprob(body: dict[str, Any], at: int, value: Any) -> None:
             own["logprob"] = value
     else:
         values[at] = value
+        logprobs = body["choices"][0]["logprobs"]
+        logprobs["top_logprobs"][at][logprobs["tokens"][at]] = value
 
 
 @pytest.mark.parametrize("key", ROUTES)
@@ -375,7 +377,7 @@ def test_usage_off_by_one_contradicts_the_ids(key):
             body, _ = recorded(key)
             body["usage"][field] += step
             error = refused(key, body)
-            assert error.code == "statement-contradicted"
+            assert error.code == "usage-mismatch"
             assert field in str(error)
 
 
@@ -385,7 +387,7 @@ def test_usage_of_several_choices_is_their_sum():
     assert body["usage"]["completion_tokens"] == 16  # 8 and 8
     assert [turn.usage.num_completion_tokens for turn in parse(key)] == [None, None]
     body["usage"]["completion_tokens"] = 8
-    assert refused(key, body).code == "statement-contradicted"
+    assert refused(key, body).code == "usage-mismatch"
 
 
 def test_choices_come_back_in_the_order_of_their_index():

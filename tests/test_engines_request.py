@@ -119,7 +119,7 @@ def test_one_prompt_of_several_choices_is_at_the_top(route):
     body["usage"] = {"prompt_tokens": 2, "completion_tokens": 3}
     assert [turn.prompt_token_ids.tolist() for turn in turns(body)] == [[1, 5], [1, 5]]
     body["usage"]["prompt_tokens"] = 4
-    assert code_of(body).startswith("statement-contradicted")
+    assert code_of(body).startswith("usage-mismatch")
 
 
 @pytest.mark.parametrize(

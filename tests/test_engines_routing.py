@@ -14,7 +14,7 @@ from builders import provenance, sample, trajectory, turn
 from engines_expected import MOE_EXPECTED, ROUTED, Choice, Refused
 
 from rlbatch.assemble import to_samples
-from rlbatch.collate import collate
+from rlbatch.collate import Padding, collate
 from rlbatch.engines import ResponseAssembler, parse_response
 from rlbatch.errors import RecordError, ReplyError, StorageError
 from rlbatch.records import Provenance, SamplingParams, Trajectory, Turn, identical
@@ -420,7 +420,7 @@ def test_padded_rows_stay_with_their_input_token():
     # Rows 0, 1, 2 of tokens 0, 1, 2; the last token was not passed through, and what follows is padding.
     assert right.routed_experts[0, :, 0, 0].tolist() == [0, 1, 2, -1, -1, -1]
     assert right.routed_experts[1, :, 2, 1].tolist() == [50, 51, 52, 53, 54, -1]
-    left = collate([short, long], layout="padded", padding_side="left")
+    left = collate([short, long], layout="padded", padding=Padding(side="left"))
     assert left.routed_experts[0, :, 0, 0].tolist() == [-1, -1, 0, 1, 2, -1]
 
 
@@ -435,11 +435,11 @@ def test_packed_rows_stay_with_their_input_token():
     assert torch.equal(moved.routed_experts, batch.routed_experts)
 
 
-def test_a_batch_has_rows_of_all_samples_or_of_none_and_of_one_shape():
+def test_a_batch_keeps_the_rows_of_those_that_have_some_and_all_are_of_one_shape():
     short = to_samples(trajectory(routed(*FIRST)))[0]
     assert collate([sample([1], [2], [-0.5])], layout="packed").routed_experts is None
-    with pytest.raises(RecordError, match="found them in 1 of 2"):
-        collate([short, sample([1], [2], [-0.5])], layout="packed")
+    mixed = collate([sample([1], [2], [-0.5]), short], layout="packed")
+    assert mixed.routed_experts[0, :, 1, 1].tolist() == [-1, -1, 0, 1, 2, -1]
     other = to_samples(trajectory(routed([1], [2], routed_experts=np.zeros((1, 3, 4), np.uint8))))[0]
     with pytest.raises(RecordError, match=r"\[3, 2\] and \[3, 4\]"):
         collate([short, other], layout="padded")

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 from builders import sample
+from moe_routing import routing_of
 from transformers import PreTrainedModel
 
-from rlbatch.collate import collate
+from rlbatch.collate import Padding, collate
 from rlbatch.scoring import load_model
 
 MOE = Path(__file__).parent / "data" / "moe-vllm-0.32.0"
-NUM_LAYERS, TOP_K = 3, 2
 
 
 @pytest.fixture(scope="module")
@@ -38,27 +38,9 @@ def samples() -> list:
     ]
 
 
-def routing_of(model: PreTrainedModel, batch) -> torch.Tensor:
-    """[B, T, L, K] of the model's own gates, by falling probability; each gate is asked by a hook."""
-    seen: list[torch.Tensor] = []
-
-    def note(gate: torch.nn.Module, arguments: tuple[torch.Tensor, ...], result: object) -> None:
-        # From the router's own weights, whatever the gate returns.
-        logits = torch.nn.functional.linear(arguments[0].float(), gate.weight.float())
-        seen.append(logits.topk(TOP_K, dim=-1).indices.reshape(*batch.shape, TOP_K))
-
-    hooks = [layer.mlp.gate.register_forward_hook(note) for layer in model.model.layers]
-    with torch.no_grad():
-        model(input_ids=batch.input_ids, attention_mask=batch.attention_mask.long(), use_cache=False)
-    for hook in hooks:
-        hook.remove()
-    assert len(seen) == NUM_LAYERS
-    return torch.stack(seen, dim=2)
-
-
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_rows_lie_at_the_positions_whose_pass_they_record(model, samples, side):
-    batch = collate(samples, layout="padded", padding_side=side)
+    batch = collate(samples, layout="padded", padding=Padding(side=side))
     recorded = batch.routed_experts
     held = recorded[..., 0, 0] >= 0
     assert int(held.sum()) == sum(len(each) - 1 for each in samples)

@@ -182,9 +182,9 @@ ROWS = "output_token_logprobs"
         (("output_ids",), IDS[:-1], "length-mismatch"),
         ((META, ROWS), sglang_reply()[META][ROWS][:-1], "length-mismatch"),
         ((META, ROWS), None, "logprobs-missing"),
-        ((META, "completion_tokens"), 6, "statement-contradicted"),
-        ((META, "output_token_logprobs_length"), 4, "statement-contradicted"),
-        ((META, "prompt_tokens"), 5, "statement-contradicted"),
+        ((META, "completion_tokens"), 6, "usage-mismatch"),
+        ((META, "output_token_logprobs_length"), 4, "usage-mismatch"),
+        ((META, "prompt_tokens"), 5, "usage-mismatch"),
         ((META, "output_top_logprobs", 2, 0, 0), -0.5, "statement-contradicted"),
         ((META, "output_top_logprobs"), [[]], "statement-contradicted"),
         ((META, "finish_reason", "matched"), 2, "statement-contradicted"),
@@ -221,7 +221,7 @@ def test_texts_beside_the_logprobs_must_make_the_text():
     assert_the_turn(parse(body)[0])
     body["text"] = " Chen ends with 12"
     error = refused(body)
-    assert error.code == "statement-contradicted"
+    assert error.code == "text-mismatch"
     assert "Chen" not in str(error)
 
 

@@ -26,7 +26,13 @@ from rlbatch.scoring import load_model, model_vocab_size
 from rlbatch.storage import open_reader, write_shard
 
 ROOT = Path(__file__).parent.parent
-WARN_ONLY = {"ratio-tail", "turn-prefix-broken"}
+WARN_ONLY = {
+    "low-precision-logprobs",
+    "ratio-tail",
+    "turn-prefix-broken",
+    "version-gap",
+    "version-mixed",
+}
 """Findings of warning level: a step goes on."""
 
 

@@ -10,7 +10,15 @@ from builders import sample
 from rlbatch import faults
 from rlbatch.catalogue import CATALOGUE
 from rlbatch.errors import RecordError
-from rlbatch.faults import FAULTS, shift
+from rlbatch.faults import (
+    FAULTS,
+    LAYOUT_FAULTS,
+    MODEL_FAULTS,
+    ROUTING_FAULTS,
+    SET_FAULTS,
+    TURN_FAULTS,
+    shift,
+)
 from rlbatch.records import Sample, identical
 
 NAN = np.float32(np.nan)
@@ -22,21 +30,35 @@ def made() -> Sample:
     return sample([1, 5, 6], ids, [-0.1 * (i % 16 + 1) for i in range(80)])
 
 
+def other() -> Sample:
+    return sample([1, 5, 6, 7], list(range(10, 80)), [-0.3 * (i % 11 + 1) for i in range(70)])
+
+
+PLANTED = (FAULTS, MODEL_FAULTS, SET_FAULTS, ROUTING_FAULTS, TURN_FAULTS, LAYOUT_FAULTS)
+IN_REPLIES_AND_PLANS = {"routed-experts-mismatch", "routing-unreadable", "sample-too-long"}
+"""What a parser refuses before there is a record, and what only a plan of batches knows."""
+
+
 def test_every_fault_has_a_code_of_the_catalogue():
-    assert set(FAULTS) <= set(CATALOGUE)
+    assert all(set(mapping) <= set(CATALOGUE) for mapping in PLANTED)
+
+
+def test_every_code_of_samples_turns_and_layouts_has_a_fault():
+    sound = {code for code, entry in CATALOGUE.items() if entry.level == "sound"}
+    assert sound - set().union(*PLANTED) == IN_REPLIES_AND_PLANS
 
 
 @pytest.mark.parametrize("code", FAULTS)
 def test_planting_changes_copies_only(code):
-    original, untouched = made(), made()
-    (planted,) = FAULTS[code].plant([original], np.random.default_rng(0))
-    assert not identical(planted, untouched)
-    assert identical(original, untouched)
+    originals, untouched = [made(), other()], [made(), other()]
+    planted = FAULTS[code].plant(originals, np.random.default_rng(0))
+    assert not all(identical(new, old) for new, old in zip(planted, untouched, strict=True))
+    assert all(identical(new, old) for new, old in zip(originals, untouched, strict=True))
 
 
 @pytest.mark.parametrize("code", FAULTS)
 def test_the_generator_decides_alone(code):
-    a, b = (FAULTS[code].plant([made()] * 3, np.random.default_rng(7)) for _ in range(2))
+    a, b = (FAULTS[code].plant([made(), other(), other()], np.random.default_rng(7)) for _ in range(2))
     assert all(identical(x, y) for x, y in zip(a, b, strict=True))
 
 

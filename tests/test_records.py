@@ -184,15 +184,17 @@ def test_a_provenance_that_says_nothing_is_refused(changes, says):
         provenance(**changes)
 
 
-# mode, sampling, behaviour logprobs?, trainable?, auditable? Worked out from the rules by hand.
+# mode, sampling, behaviour logprobs?, trainable?, auditable? Worked out from the rules by hand. Where only an
+# audit may compare processed values of a draw, training may too where it asks for kept sets.
 RULES = [
     ("processed", {"temperature": 1.0}, True, True, True),
     ("processed", {"temperature": 0.7}, True, True, True),
     ("processed", {"temperature": 0.0}, True, False, True),
     ("processed", {"temperature": 0.0, "top_p": 0.8}, True, False, True),
-    ("processed", {"temperature": 0.7, "top_p": 0.8}, True, False, False),
-    ("processed", {"temperature": 1.0, "top_k": 20}, True, False, False),
-    ("processed", {"temperature": 1.0, "min_p": 0.1}, True, False, False),
+    ("processed", {"temperature": 0.7, "top_p": 0.8}, True, False, True),
+    ("processed", {"temperature": 1.0, "top_k": 20}, True, False, True),
+    ("processed", {"temperature": 1.0, "min_p": 0.1}, True, False, True),
+    ("processed", {"temperature": 1.0, "min_p": 0.1, "presence_penalty": 0.5}, True, False, False),
     ("processed", {"temperature": 1.0, "repetition_penalty": 1.3}, True, False, False),
     ("processed", {"temperature": 1.0, "logit_bias": True}, True, False, False),
     ("processed", {"temperature": 1.0, "min_tokens": 4}, True, False, False),
@@ -216,6 +218,18 @@ def test_provenance_decides_what_may_be_compared(mode, sampling, behaviour, trai
     assert made.gives_behaviour_logprobs is behaviour
     assert made.comparable("train") is trainable
     assert made.comparable("audit") is auditable
+    kept = mode == "processed" and made.sampling.truncated and auditable
+    assert made.comparable("train-truncated") is (trainable or kept)
+    assert made.renormalised("audit") is made.renormalised("train-truncated") is kept
+    assert made.renormalised("train") is False
+
+
+@pytest.mark.parametrize("engine", ["sglang", "fireworks", "test"])
+def test_kept_sets_of_an_engine_whose_rule_is_not_known_are_not_compared(engine):
+    made = Provenance(
+        engine=engine, logprobs_mode="processed", sampling=SamplingParams(temperature=1.0, top_k=20)
+    )
+    assert not any(made.comparable(purpose) for purpose in ("train", "train-truncated", "audit"))
 
 
 def test_segments_are_the_runs_of_one_turn():

@@ -3,7 +3,7 @@
 import scoring_cases as cases
 import torch
 
-from rlbatch.collate import collate
+from rlbatch.collate import Padding, collate
 from rlbatch.scoring import model_inputs
 
 
@@ -18,7 +18,7 @@ def test_padded_inputs_carry_an_integer_mask_and_no_cache():
 
 def test_left_padding_counts_positions_from_the_first_token():
     samples = cases.make_samples((3, 2), temperatures=(1, 1))
-    inputs = model_inputs(collate(samples, layout="padded", padding_side="left"))
+    inputs = model_inputs(collate(samples, layout="padded", padding=Padding(side="left")))
     assert inputs["attention_mask"].tolist() == [[1, 1, 1], [0, 1, 1]]
     assert inputs["position_ids"].tolist() == [[0, 1, 2], [0, 0, 1]]
 

@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rlbatch.collate import collate
+from rlbatch.collate import Padding, collate
 from rlbatch.errors import PackingLeakError, ScoringError
 from rlbatch.scoring import load_model, logprob_head, model_inputs, trainer_logprobs
 
@@ -20,7 +20,7 @@ LAYOUTS = [("padded", "right"), ("padded", "left"), ("packed", "right")]
 def test_every_layout_scores_each_sequence_as_if_alone(name, attention, layout, side, device):
     model = cases.tiny_model(name, attention=attention).to(device)
     samples = cases.make_samples()
-    batch = collate(samples, layout=layout, padding_side=side).to(device)
+    batch = collate(samples, layout=layout, padding=Padding(side=side)).to(device)
     with torch.no_grad():
         logprobs = trainer_logprobs(model, batch)
     assert logprobs.dtype == torch.float32
@@ -48,7 +48,7 @@ def test_the_tiny_models_change_their_logits_enough_to_show(name):
 @pytest.mark.parametrize("name", list(cases.CONFIGS))
 def test_gradient_through_the_head_is_that_of_plain_logits(name, layout, side):
     model = cases.tiny_model(name)
-    batch = collate(cases.make_samples(), layout=layout, padding_side=side)
+    batch = collate(cases.make_samples(), layout=layout, padding=Padding(side=side))
     weights = torch.linspace(-1, 2, batch.loss_mask.numel()).reshape(batch.loss_mask.shape)
 
     logits = model(**model_inputs(batch)).logits / batch.temperature[..., None]

@@ -1,11 +1,13 @@
 """What shows without a trainer: every code by hand and by its corruption; clean data is silent."""
 
+import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from builders import provenance, recorded_provenance, recorded_samples, sample
 
+from rlbatch.catalogue import CATALOGUE
 from rlbatch.errors import RecordError, SoundnessError
 from rlbatch.faults import FAULTS
 from rlbatch.records import Origin, SamplingParams
@@ -25,14 +27,37 @@ SOUND_CODES = [
     "incomparable",
     "greedy-sampled",
     "turn-prefix-broken",
+    "version-gap",
+    "version-mixed",
+    "bos-doubled",
+    "bos-missing",
+    "mask-drops-eos",
+    "stop-overrun",
+    "low-precision-logprobs",
 ]
-INVISIBLE_HERE = ["shifted", "shifted-from", "zero-filled", "unexplained", "kld-high", "ratio-tail"]
+TOLD_ALREADY = {"sign-flipped": {"sign-flipped"}, "prefix-differs": {"bos-missing"}}
+"""What shows without a trainer too: losses by their signs, and a lost BOS where BOS is known."""
+
+FOR_A_TRAINER = sorted(code for code in FAULTS if CATALOGUE[code].level != "sound")
 
 
 @pytest.fixture(scope="module")
 def clean(data_dir):
-    paths = [data_dir / "rollouts" / f"fp32_raw__{name}.json" for name in ("t1", "long400")]
-    return [made for path in paths for made in recorded_samples(path, recorded_provenance(path))]
+    samples = []
+    for name in ("t1", "long400"):
+        path = data_dir / "rollouts" / f"fp32_raw__{name}.json"
+        made = recorded_samples(path, recorded_provenance(path))
+        rows = json.loads(path.read_text())["rows"]
+        samples += [told(each, f"{name}/{at}", rows[at]["finish_reason"]) for at, each in enumerate(made)]
+    return samples
+
+
+def told(made, name, finish_reason):
+    """A sample with what the tokenizer and the engine say besides."""
+    how = replace(made.provenances[0], bos_token_id=1, eos_token_ids=(2, 4))
+    return replace(
+        made, sample_id=name, trajectory_id=name, provenances=(how,), finish_reasons=(finish_reason,)
+    )
 
 
 def codes(findings):
@@ -61,13 +86,14 @@ def test_a_planted_fault_is_named_and_nothing_else_is_said(clean, code, share):
         assert {found.where.sample for found in findings} == expected
 
 
-@pytest.mark.parametrize("code", INVISIBLE_HERE)
+@pytest.mark.parametrize("code", FOR_A_TRAINER)
 def test_what_needs_a_trainer_is_not_guessed_at(clean, code):
-    assert check_sound(FAULTS[code].plant(clean, np.random.default_rng(0)), purpose="train") == ()
+    findings = check_sound(FAULTS[code].plant(clean, np.random.default_rng(0)), purpose="train")
+    assert set(codes(findings)) == TOLD_ALREADY.get(code, set())
 
 
 def test_every_fault_is_either_seen_here_or_needs_a_trainer():
-    assert set(FAULTS) == set(SOUND_CODES) | set(INVISIBLE_HERE)
+    assert set(FAULTS) == set(SOUND_CODES) | set(FOR_A_TRAINER)
 
 
 def test_places_are_tokens_of_the_sample():
@@ -99,6 +125,20 @@ def test_rounding_above_zero_is_not_positive():
         assert codes(check_sound([made], purpose="train")) == expected
 
 
+def test_losses_are_told_from_logits_by_their_size(clean, data_dir):
+    path = data_dir / "rollouts" / "fp32_rawlogits__t1.json"
+    logits = [row["lp"] for row in json.loads(path.read_text())["rows"]]
+    samples = [sample([1, 5], [7] * len(row), row, trajectory_id=f"{at}") for at, row in enumerate(logits)]
+    assert set(codes(check_sound(samples, purpose="train"))) == {"logprob-positive"}
+    flipped = [replace(made, inference_logprobs=-made.inference_logprobs) for made in clean]
+    findings = check_sound(flipped, purpose="train")
+    # A row of which fewer than four values are not 0 shows no more than that it is positive.
+    few = {at for at, made in enumerate(clean) if np.count_nonzero(made.inference_logprobs < -1e-3) < 4}
+    assert len(few) < 5
+    named = {found.where.sample for found in findings if found.code == "sign-flipped"}
+    assert named >= set(range(len(clean))) - few
+
+
 def test_raw_values_are_checked_where_they_stand_in():
     raw = provenance(logprobs_mode="raw", sampling=SamplingParams(temperature=0.5))
     logits = sample([1], [7, 8], [14.0, 17.0], provenance=raw)
@@ -112,17 +152,30 @@ def test_an_audit_takes_greedy_turns_and_only_warns_of_incomparable_ones():
     greedy = sample([1], [7], [-0.1], provenance=provenance(sampling=SamplingParams(temperature=0.0)))
     assert codes(check_sound([greedy], purpose="train")) == ["greedy-sampled"]
     assert check_sound([greedy], purpose="audit") == ()
-    cut = sample([1], [7], [-0.1], provenance=provenance(sampling=SamplingParams(temperature=1.0, top_p=0.8)))
+    how = provenance(sampling=SamplingParams(temperature=1.0, top_p=0.8, presence_penalty=0.5))
+    cut = sample([1], [7], [-0.1], provenance=how)
     (found,) = check_sound([cut], purpose="audit")
     assert (found.code, found.severity) == ("incomparable", "warning")
-    assert "temperature 1, top_p 0.8" in found.found
-    assert check_sound([cut], purpose="train")[0].severity == "error"
+    assert "temperature 1, top_p 0.8, presence_penalty 0.5" in found.found
+    for purpose in ("train", "train-truncated"):
+        (found,) = check_sound([cut], purpose=purpose)
+        assert (found.code, found.severity) == ("incomparable", "error")
+
+
+def test_truncated_turns_are_trained_only_where_that_is_asked_for():
+    how = provenance(sampling=SamplingParams(temperature=1.0, top_p=0.8))
+    cut = sample([1], [7], [-0.1], provenance=how)
+    assert codes(check_sound([cut], purpose="train")) == ["incomparable"]
+    assert check_sound([cut], purpose="train-truncated") == ()
+    assert check_sound([cut], purpose="audit") == ()
+    greedy = sample([1], [7], [-0.1], provenance=provenance(sampling=SamplingParams(temperature=0.0)))
+    assert codes(check_sound([greedy], purpose="train-truncated")) == ["greedy-sampled"]
 
 
 def test_untrained_turns_may_be_anything():
     how = provenance(sampling=SamplingParams(temperature=0.0, top_p=0.5))
     untrained = replace(sample([1], [7], [-0.1], provenance=how), loss_mask=np.zeros(2, bool))
-    assert check_sound([untrained, one()], purpose="train") == ()
+    assert check_sound([untrained, one(sample_id="another")], purpose="train") == ()
 
 
 def test_require_sound_raises_errors_and_lets_warnings_pass():
@@ -132,7 +185,7 @@ def test_require_sound_raises_errors_and_lets_warnings_pass():
     with pytest.raises(
         SoundnessError, match=r"\[logprob-positive\] sample 1, trajectory 't0', turn 0"
     ) as caught:
-        require_sound([one(), *bad])
+        require_sound([one(sample_id="another"), *bad])
     assert caught.value.code == "logprob-positive"
 
 

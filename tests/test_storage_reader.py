@@ -1,6 +1,7 @@
 """Reading: what is mapped, what is verified when, and every way in which a file can be bad."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import pickle
@@ -15,8 +16,8 @@ import safetensors.numpy
 from storage_cases import PROCESSED, RAW, plain_sample, varied_samples
 
 from rlbatch.errors import StorageError
-from rlbatch.records import TOKEN_FIELDS, identical
-from rlbatch.storage import open_reader, write_shard
+from rlbatch.records import TOKEN_FIELDS, Sample, identical
+from rlbatch.storage import columns, open_reader, write_shard
 
 WRITTEN = varied_samples()
 
@@ -470,3 +471,46 @@ def test_shard_without_a_checksum_for_each_array_is_refused(crc32: str | None, s
         header["__metadata__"]["crc32"] = crc32
     put(shard, header, data[header_length(data) :])
     assert code_of(shard) == "shard-altered"
+
+
+@pytest.mark.parametrize("samples", [varied_samples(), [plain_sample(number) for number in range(5)]])
+def test_samples_made_at_once_are_those_made_one_by_one(tmp_path: Path, samples: list[Sample]) -> None:
+    path = tmp_path / "a.safetensors"
+    write_shard(path, samples)
+    unverified, verified = open_reader(path), open_reader(path).samples()
+    for index, (written, made) in enumerate(zip(samples, verified, strict=True)):
+        # `identical` looks at every field, those that are derived as well.
+        assert identical(unverified[index], written)
+        assert identical(made, written)
+
+
+@pytest.mark.parametrize(
+    ("name", "spoil", "text"),
+    [
+        ("token_ids", lambda values: values.__setitem__(0, -5), "expected ids >= 0"),
+        ("turn", lambda values: values.__setitem__(0, 0), "token 0 to be of a prompt"),
+        ("turn", lambda values: values.__setitem__(4, 7), "expected turns -1 to 0"),
+        ("turn", lambda values: values.__setitem__(4, -2), "expected turns -1 to 0"),
+        ("sibling", lambda values: values.__setitem__(0, 1), "0 <= sibling < num_siblings"),
+        ("sample_id", lambda values: values.__setitem__(0, 0xFF), "decode"),
+    ],
+)
+def test_a_sealed_shard_of_what_cannot_be_a_sample_is_told_by_the_sample(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, spoil: Any, text: str
+) -> None:
+    def encode(samples: list[Sample]) -> columns.Encoded:
+        encoded = columns.encode(samples)
+        arrays = []
+        for each, values in encoded.arrays:
+            values = values.copy()
+            if each == name:
+                spoil(values)
+            arrays.append((each, values))
+        return dataclasses.replace(encoded, arrays=tuple(arrays))
+
+    monkeypatch.setattr("rlbatch.storage.writer.encode", encode)
+    write_shard(tmp_path / "a.safetensors", [plain_sample(1), plain_sample(2)])
+    with pytest.raises(StorageError, match="shard-altered") as caught:
+        open_reader(tmp_path / "a.safetensors").read([1, 0])
+    assert text in str(caught.value)
+    assert caught.value.findings[0].where.sample == 0

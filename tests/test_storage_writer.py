@@ -15,13 +15,14 @@ from rlbatch.errors import StorageError
 from rlbatch.records import identical
 from rlbatch.storage import format as storage_format
 from rlbatch.storage import open_reader, open_writer, write_shard
-from rlbatch.storage.files import write_atomically
+from rlbatch.storage.files import END_NAME, write_atomically
 
 NUM_KILLS = 200
 
 
 def names(directory: Path) -> list[str]:
-    return sorted(path.name for path in directory.iterdir())
+    """Everything in the directory but the mark of the end."""
+    return sorted(path.name for path in directory.iterdir() if path.name != END_NAME)
 
 
 def test_kill_at_any_moment_leaves_whole_shards_only(tmp_path: Path) -> None:

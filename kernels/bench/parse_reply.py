@@ -4,7 +4,9 @@
 
 The reply has what vLLM sends with logprobs=1 and return_token_ids: strings, offsets and alternatives too. The
 streams have the same tokens, 1, 4 and 16 a chunk. Each figure is the median of 9 runs; memory is the peak
-that tracemalloc sees, payload excluded. pydantic is used where it is installed.
+that tracemalloc sees, payload excluded. pydantic is used where it is installed. What no parser on msgspec can
+be faster than stands beside it: a scan that builds nothing, ids and logprobs alone, the alternatives too; and
+of a stream, its chunks decoded and dropped.
 """
 
 import json
@@ -16,9 +18,11 @@ import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from rlbatch.engines import ResponseAssembler, parse_response
+from rlbatch.engines.vllm_chunk import Chunk
 from rlbatch.records import Provenance, SamplingParams
 
 RUNS = 9
@@ -85,6 +89,47 @@ def assemble(stream: bytes) -> None:
     assembler.finish()
 
 
+class Scan(msgspec.Struct):
+    """Every byte is looked at, and nothing kept."""
+
+    unheard_of: object = None
+
+
+class BareLogprobs(msgspec.Struct, gc=False):
+    token_logprobs: list[float]
+
+
+class BareChoice(msgspec.Struct, gc=False):
+    token_ids: list[int]
+    logprobs: BareLogprobs
+
+
+class Bare(msgspec.Struct, gc=False):
+    """Ids and logprobs, without a rule."""
+
+    choices: list[BareChoice]
+
+
+class AlternativesOnly(msgspec.Struct, gc=False):
+    top_logprobs: list[dict[str, float]]
+
+
+class ChoiceOfAlternatives(msgspec.Struct, gc=False):
+    logprobs: AlternativesOnly
+
+
+class OfAlternatives(msgspec.Struct, gc=False):
+    """Completions' `top_logprobs`, without a rule."""
+
+    choices: list[ChoiceOfAlternatives]
+
+
+def decode_each(chunks: list[bytes]) -> None:
+    decoder = msgspec.json.Decoder(Chunk)
+    for chunk in chunks:
+        decoder.decode(chunk)
+
+
 def pydantic_reader() -> Callable[[bytes], Any] | None:
     try:
         from pydantic import BaseModel
@@ -139,6 +184,11 @@ def main() -> None:
     validate = pydantic_reader()
     if validate is not None:
         readers.append(("pydantic", lambda: validate(reply)))
+    readers += [
+        ("msgspec, a scan", lambda: msgspec.json.decode(reply, type=Scan)),
+        ("msgspec, ids, logprobs", lambda: msgspec.json.decode(reply, type=Bare)),
+        ("msgspec, alternatives", lambda: msgspec.json.decode(reply, type=OfAlternatives)),
+    ]
     for name, run in readers:
         milliseconds, megabytes = measure(run)
         print(f"{name:24s} {milliseconds:8.2f} ms {megabytes:8.2f} MB")
@@ -148,6 +198,10 @@ def main() -> None:
         rate = num_tokens / milliseconds / 1e3
         name = f"stream, {each} a chunk"
         print(f"{name:24s} {milliseconds:8.2f} ms {megabytes:8.2f} MB {rate:8.2f} M tokens/s")
+        chunks = [block.removeprefix(b"data: ") for block in stream.split(b"\n\n") if b'"id"' in block]
+        milliseconds, megabytes = measure(lambda chunks=chunks: decode_each(chunks))  # type: ignore[misc]
+        rate = num_tokens / milliseconds / 1e3
+        print(f"{'  its chunks decoded':24s} {milliseconds:8.2f} ms {'':11s} {rate:8.2f} M tokens/s")
 
 
 if __name__ == "__main__":

@@ -12,19 +12,26 @@ from rlbatch_kernels.errors import (
     BackendError,
     BackendWarning,
     DtypeError,
+    GroupError,
     ScaleError,
     ShapeError,
     TokenRangeError,
 )
 from rlbatch_kernels.ops import TokenStatistics, linear_logprobs, token_logprobs, token_statistics
 from rlbatch_kernels.stats import LAGS, RESIDUAL_CLIP, STAT_COLUMNS, column
+from rlbatch_kernels.truncation import NO_ID, Kept, KeptIds, Truncation
+from rlbatch_kernels.vocab_parallel import VocabGroup
 
 __all__ = [
     "AlignmentStats",
     "BackendError",
     "BackendWarning",
     "DtypeError",
+    "GroupError",
+    "Kept",
+    "KeptIds",
     "LAGS",
+    "NO_ID",
     "PolicyRatio",
     "RESIDUAL_CLIP",
     "STAT_COLUMNS",
@@ -32,6 +39,8 @@ __all__ = [
     "ShapeError",
     "TokenRangeError",
     "TokenStatistics",
+    "Truncation",
+    "VocabGroup",
     "alignment_stats",
     "alignment_stats_and_ratio",
     "column",

@@ -176,17 +176,22 @@ def _require_in_order(trained: Trained, vocab_size: int) -> None:
     any_outside, any_no_scale = torch.stack([id_outside.any(), no_scale.any()]).tolist()
     if any_outside:
         raise TokenRangeError(
-            f"target_ids: found {_offenders(trained, id_outside, ids, 'id')}; "
+            f"target_ids: found {offenders(trained, id_outside, ids, 'id')}; "
             f"expected 0 <= id < {vocab_size} (V) at every trained position"
         )
     if any_no_scale:
         raise ScaleError(
-            f"temperature: found {_offenders(trained, no_scale, trained.temperature, 'temperature')}; "
+            f"temperature: found {offenders(trained, no_scale, trained.temperature, 'temperature')}; "
             "expected a finite number above 0 (in float32) at every trained position"
         )
 
 
-def _offenders(trained: Trained, offending: Tensor, values: Tensor, noun: str) -> str:
+def offenders(trained: Trained, offending: Tensor, values: Tensor, noun: str) -> str:
+    """The first trained positions where `offending` [N] holds, with their `values` [N], and how many more.
+
+    Example:
+        id 5 at (0, 1), id -1 at (0, 2) and 3 more
+    """
     rows = offending.nonzero()[:, 0]
     shown = rows[:MAX_OFFENDERS_SHOWN]
     # [1:] leaves out the axis that `Trained` puts in front.

@@ -6,6 +6,7 @@ that was not built, torch takes over and a warning says so once. A backend asked
 call is an error.
 """
 
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -130,5 +131,13 @@ def _first_fit(op: str, tensors: tuple[Tensor, ...]) -> Backend:
             # Marked first: where warnings are errors, only the first call raises.
             _warned.add(backend.name)
             text = f"rlbatch_kernels falls back from backend {backend.name!r} to {fit[-1].name!r}: {reason}"
-            warnings.warn(text, BackendWarning, stacklevel=4)
+            warnings.warn(text, BackendWarning, stacklevel=_depth_here())
     raise BackendError(f"backend: none of those known serves this {op}")
+
+
+def _depth_here() -> int:
+    """How many calls up from the caller the package was entered: a warning belongs to the user's line."""
+    frame, depth = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals.get("__package__") == __package__:
+        frame, depth = frame.f_back, depth + 1
+    return depth

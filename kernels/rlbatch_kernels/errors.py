@@ -2,8 +2,9 @@
 
     ShapeError(ValueError)       a shape that does not fit the others, or a tensor that is empty or freed
     DtypeError(TypeError)        a dtype, device or kind of tensor that the op does not take
-    ScaleError(ValueError)       a temperature, logit_scale or soft_cap that is not finite and above 0
+    ScaleError(ValueError)       a temperature, logit_scale, soft_cap or kept-set rule outside its range
     TokenRangeError(IndexError)  a trained target outside the vocabulary
+    GroupError(ValueError)       ranks that share a vocabulary and disagree on what they compute
     BackendError(RuntimeError)   a backend that was asked for by name and cannot serve the call
     BackendWarning(UserWarning)  a slower backend serves, since the one for this device is missing; said once
 
@@ -20,11 +21,15 @@ class DtypeError(TypeError):
 
 
 class ScaleError(ValueError):
-    """A temperature (at a trained position), logit_scale or soft_cap is not finite and above 0."""
+    """A temperature, logit_scale, soft_cap, top_k, top_p or min_p is outside its range."""
 
 
 class TokenRangeError(IndexError):
     """A trained position's target is not in the vocabulary."""
+
+
+class GroupError(ValueError):
+    """Ranks that share a vocabulary were given different targets or temperatures."""
 
 
 class BackendError(RuntimeError):

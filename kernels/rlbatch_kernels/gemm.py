@@ -20,6 +20,32 @@ def product(left: Tensor, right: Tensor) -> Tensor:
     return left @ right.t()
 
 
+def rows_agree(shape: tuple[int, int, int], step: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether a row of a product has the same bits in tiles of every multiple of `step` up to a tallest one.
+
+    `shape` is (rows, terms, columns) of the tallest. Tried once for each shape, dtype, device and number of
+    threads, since libraries choose their code by these.
+    """
+    return _rows_agree(shape, step, dtype, device, torch.get_num_threads())
+
+
+@functools.cache
+def _rows_agree(
+    shape: tuple[int, int, int], step: int, dtype: torch.dtype, device: torch.device, _: int
+) -> bool:
+    num_rows, num_terms, num_columns = shape
+    generator = torch.Generator().manual_seed(0)
+    left, right = (
+        torch.randn(count, num_terms, generator=generator).to(device, dtype)
+        for count in (num_rows, num_columns)
+    )
+    tallest = product(left, right)
+    return all(
+        torch.equal(product(left[-height:], right), tallest[-height:])
+        for height in range(step, num_rows, step)
+    )
+
+
 def _onednn(left: Tensor, right: Tensor) -> Tensor:
     found: Tensor = torch.ops.mkldnn._linear_pointwise(left, right, None, "none", [], "")
     return found

@@ -6,11 +6,11 @@ float32; bfloat16 logits are those that a bfloat16 GEMM rounds, up to 0.04 nats 
 not reach in here; TF32, where the caller allows it, does (it loses nothing on half-precision arguments in the
 forward).
 
-Tiles have one height, the last one filled up with zeros, so that a token's logprob does not depend, to the
-bit, on how many others there are. The forward keeps a few scalars a token; the backward computes the logits
-again. Gradients of bfloat16 arguments come from bfloat16 products summed in float32. Memory beyond arguments
-and gradients: the tiles, and in the backward the float32 gradients of the trained hidden states and of one
-tile of weights. Double backward is not supported.
+Tiles are filled up with zeros to a height at which a row has the same bits in every tile, so that a token's
+logprob does not depend, to the bit, on how many others there are. The forward keeps a few scalars a token;
+the backward computes the logits again. Gradients of bfloat16 arguments come from bfloat16 products summed in
+float32. Memory beyond arguments and gradients: the tiles, and in the backward the float32 gradients of the
+trained hidden states and of one tile of weights. Double backward is not supported.
 """
 
 from collections.abc import Iterator
@@ -21,16 +21,23 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from rlbatch_kernels.arguments import Trained
-from rlbatch_kernels.gemm import product
+from rlbatch_kernels.gemm import product, rows_agree
 from rlbatch_kernels.reference import compute_dtype, refuse_double_backward
 from rlbatch_kernels.shaping import Shaping
 from rlbatch_kernels.softmax import Coefficients, Softmax, Upstream
 
 TOKEN_TILE = 512
-"""Rows of a tile: enough for a GEMM at full speed, and little to fill up."""
+"""Rows of a tile are a multiple of this: little to fill up, and enough for a GEMM to be worth calling."""
+
+TALL_TILES = 4
+"""So many make one taller tile of bfloat16 where that changes no bit: a GEMM lays out its weights anew each
+call, which is much beside its bfloat16 products and little beside float32 ones."""
+
+HIDDEN_BYTES = 2**22
+"""A tile of hidden states is taller than TOKEN_TILE only within this: 4 MiB."""
 
 VOCAB_TILE = 2048
-"""Columns of a tile: with TOKEN_TILE rows 4 MiB of float32 logits."""
+"""Columns of a tile: 4 MiB of float32 logits, or 8 MiB of bfloat16 ones in the tallest."""
 
 WIDENED_ELEMENTS = 2**20
 """A tile of weights that must be widened has at most so many elements: 4 MiB."""
@@ -62,10 +69,27 @@ class Head:
         both = self.hidden.dtype == self.weight.dtype == torch.bfloat16
         return torch.bfloat16 if both else compute_dtype(self.hidden, self.weight)
 
+    @property
+    def tile_height(self) -> int:
+        """Rows of a whole tile, a multiple of TOKEN_TILE."""
+        width, dtype = self.hidden.shape[-1], self.operand_dtype
+        tall = min(TALL_TILES, HIDDEN_BYTES // (width * dtype.itemsize * TOKEN_TILE)) * TOKEN_TILE
+        if tall <= TOKEN_TILE or self.trained.num_tokens <= TOKEN_TILE:
+            return TOKEN_TILE
+        if dtype != torch.bfloat16 or self.bias is not None:
+            return TOKEN_TILE
+        # All tiles of the vocabulary but the last have one width.
+        *_, last = tiles = list(self.vocab_tiles())
+        widths = {tile.stop - tile.start for tile in (tiles[0], last)}
+        shapes = [(tall, width, columns) for columns in widths]
+        agree = all(rows_agree(shape, TOKEN_TILE, dtype, self.hidden.device) for shape in shapes)
+        return tall if agree else TOKEN_TILE
+
     def token_tiles(self) -> Iterator[slice]:
         """Trained rows of each tile; the last one may have fewer."""
-        for first in range(0, self.trained.num_tokens, TOKEN_TILE):
-            yield slice(first, min(first + TOKEN_TILE, self.trained.num_tokens))
+        height = self.tile_height
+        for first in range(0, self.trained.num_tokens, height):
+            yield slice(first, min(first + height, self.trained.num_tokens))
 
     def vocab_tiles(self) -> Iterator[slice]:
         """Columns of each tile."""
@@ -78,16 +102,17 @@ class Head:
             yield slice(first, min(first + step, num_columns))
 
     def hidden_tile(self, rows: slice) -> Tensor:
-        """[TOKEN_TILE, D] in their own dtype: the trained rows, then zeros."""
+        """[n, D] in their own dtype, n a multiple of TOKEN_TILE: the trained rows, then zeros."""
         gathered = self.trained.gather(self.hidden, rows)
-        if len(gathered) == TOKEN_TILE:
+        height = whole_tiles(len(gathered))
+        if len(gathered) == height:
             return gathered
-        tile = gathered.new_zeros(TOKEN_TILE, gathered.shape[1])
+        tile = gathered.new_zeros(height, gathered.shape[1])
         tile[: len(gathered)] = gathered
         return tile
 
     def logits(self, hidden: Tensor, weight: Tensor, columns: slice) -> Tensor:
-        """[TOKEN_TILE, v] in `logits_dtype`, from tiles in `operand_dtype`."""
+        """[n, v] in `logits_dtype`, from tiles in `operand_dtype`."""
         if self.bias is not None and hidden.dtype == torch.bfloat16:
             # Rounded once, after the bias, as a bfloat16 layer does.
             logits = torch.addmm(self.bias[columns].to(hidden.dtype), hidden, weight.t())
@@ -96,6 +121,11 @@ class Head:
             if self.bias is not None:
                 logits += self.bias[columns].to(logits.dtype)
         return self.shaping.apply(logits.to(self.logits_dtype), columns)
+
+
+def whole_tiles(num_rows: int) -> int:
+    """The next multiple of TOKEN_TILE."""
+    return -(-num_rows // TOKEN_TILE) * TOKEN_TILE
 
 
 class LinearLogprobs(torch.autograd.Function):
@@ -164,8 +194,7 @@ class _Gradients:
     def __init__(self, head: Head, wanted: tuple[bool, ...]) -> None:
         self._head = head
         self._dtype = compute_dtype(head.hidden, head.weight)
-        num_tiles = -(-head.trained.num_tokens // TOKEN_TILE)
-        rows = (num_tiles * TOKEN_TILE, head.weight.shape[1])
+        rows = (whole_tiles(head.trained.num_tokens), head.weight.shape[1])
         self.hidden = head.weight.new_zeros(rows, dtype=self._dtype) if wanted[0] else None
         self.weight = torch.empty_like(head.weight) if wanted[1] else None
         self.bias = torch.empty_like(head.bias) if head.bias is not None and wanted[2] else None
@@ -181,7 +210,7 @@ class _Gradients:
             hidden = head.hidden_tile(rows)
             grad_logits = self._grad_logits(hidden, operand, (rows, columns), softmax, given)
             if self.hidden is not None:
-                self.hidden[rows.start : rows.start + TOKEN_TILE] += product(grad_logits, factor.t())
+                self.hidden[rows.start : rows.start + len(hidden)] += product(grad_logits, factor.t())
             if grad_weight is not None:
                 hidden = hidden.to(head.gradient_dtype)
                 grad_weight += product(grad_logits.t(), hidden.t())
@@ -202,7 +231,7 @@ class _Gradients:
         softmax: Softmax,
         given: Coefficients,
     ) -> Tensor:
-        """[TOKEN_TILE, v] in `gradient_dtype`, to what the head itself gave; 0 in the rows that fill up."""
+        """[n, v] in `gradient_dtype`, to what the head itself gave; 0 in the rows that fill up."""
         head, (rows, columns) = self._head, tile
         logits = head.logits(hidden.to(head.operand_dtype), weight, columns)
         slope, num_rows = head.shaping.slope(logits, columns), rows.stop - rows.start

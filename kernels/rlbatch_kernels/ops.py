@@ -19,10 +19,13 @@ from rlbatch_kernels.arguments import (
     select_trained,
 )
 from rlbatch_kernels.errors import DtypeError, ShapeError
+from rlbatch_kernels.kept_logprobs import KeptLinearLogprobs, KeptTokenLogprobs
 from rlbatch_kernels.linear import Head, LinearLogprobs
 from rlbatch_kernels.logprobs import Plan, RowStatistics
 from rlbatch_kernels.reference import compute_dtype
 from rlbatch_kernels.shaping import Shaping
+from rlbatch_kernels.truncation import Kept, select_kept
+from rlbatch_kernels.vocab_parallel import ShardedLinearLogprobs, ShardedTokenLogprobs, VocabGroup
 
 ROUNDED_DTYPES = (torch.float32, torch.bfloat16)
 """What `linear_logprobs` can be asked to hold logits in."""
@@ -51,6 +54,8 @@ def token_logprobs(
     vocab_mask: Tensor | None = None,
     in_place_backward: bool = False,
     backend: str = backends.AUTO,
+    kept: Kept | None = None,
+    group: VocabGroup | None = None,
 ) -> Tensor:
     """Logprob of every trained target under softmax(logits / temperature).
 
@@ -68,6 +73,10 @@ def token_logprobs(
         in_place_backward: the backward writes the gradient over the logits, which must then not be a leaf,
             and which nothing else may have kept for its own backward (torch raises where something has).
         backend: `auto`, `c` or `torch`; see `last_backend`.
+        kept: renormalise over a set of the vocabulary at each position (`Truncation`, `KeptIds`). A target
+            outside its set has logprob -inf, without gradient.
+        group: the ranks over which V is sharded; `logits` are this rank's own columns, all else is whole.
+            See `rlbatch_kernels.vocab_parallel` for who reduces what. Not together with `kept`.
 
     Returns:
         [...] nats, float32 (float64 for float64 logits).
@@ -75,19 +84,30 @@ def token_logprobs(
     Raises:
         ShapeError: shapes that differ, V = 0, a freed tensor.
         DtypeError: a dtype, device or kind of tensor that is not taken (DTensor, meta, fake, sparse).
-        ScaleError: a temperature that is not finite and above 0 at a trained position.
+        ScaleError: a temperature that is not finite and above 0 at a trained position, or a rule of `kept`
+            that is out of range.
         TokenRangeError: a trained id outside [0, V); names the first positions and ids.
         BackendError: a backend asked for by name that cannot serve.
+        GroupError: targets or temperatures that differ between the ranks of `group`.
+        NotImplementedError: `kept` together with `group`, or either with `in_place_backward`.
 
     Example:
-        logits [0, ln 3], target 1, temperature 1 -> ln(3/4) = -0.2877; temperature 0.5 -> ln(9/10) = -0.1054
+        logits [0, ln 3], target 1, temperature 1 -> ln(3/4) = -0.2877; temperature 0.5 -> ln(9/10) = -0.1054;
+        logits [0, ln 3, ln 4], target 1, kept=Truncation(top_k=2) -> ln(3/7) = -0.8473, target 0 -> -inf
     """
     shaping = _shaping(1.0, soft_cap, vocab_mask)
-    trained, plan = _plan(
-        "token_logprobs", (logits, target_ids, temperature, mask), shaping, in_place_backward, backend
-    )
-    (logprobs,) = RowStatistics.apply(logits, trained, plan, False)  # type: ignore[no-untyped-call]
-    return logprobs  # type: ignore[no-any-return]
+    _require_either(kept, group, {"in_place_backward": in_place_backward})
+    arguments = (logits, target_ids, temperature, mask)
+    trained, plan = _plan("token_logprobs", arguments, shaping, in_place_backward, backend, group)
+    logprobs: Tensor
+    if kept is not None:
+        sets = select_kept(kept, trained, vocab_size=logits.shape[-1], like=("logits", logits))
+        logprobs = KeptTokenLogprobs.apply(logits, trained, plan, sets)  # type: ignore[no-untyped-call]
+    elif group is not None:
+        logprobs = ShardedTokenLogprobs.apply(logits, trained, plan, group)  # type: ignore[no-untyped-call]
+    else:
+        (logprobs,) = RowStatistics.apply(logits, trained, plan, False)  # type: ignore[no-untyped-call]
+    return logprobs
 
 
 def token_statistics(
@@ -142,6 +162,8 @@ def linear_logprobs(
     soft_cap: float | None = None,
     logits_dtype: torch.dtype | None = None,
     backend: str = backends.AUTO,
+    kept: Kept | None = None,
+    group: VocabGroup | None = None,
 ) -> Tensor:
     """Logprob of every trained target from hidden states and the lm_head, without logits [T, V].
 
@@ -163,6 +185,9 @@ def linear_logprobs(
         logits_dtype: float32 is exact; bfloat16 rounds logits as an engine or trainer with a bfloat16 head
             does, for bfloat16 arguments by a bfloat16 GEMM. None = float32 (float64 for float64 arguments).
         backend: `auto`, `c` or `torch`: of the softmax; the products are the vendor library's.
+        kept: as for `token_logprobs`; logits of 64 tokens then exist for all columns at once.
+        group: as for `token_logprobs`; weight and bias are this rank's own rows of the head. The backward
+            sums the gradient of hidden over the ranks itself.
 
     Returns:
         [...] nats, float32 (float64 for float64 arguments).
@@ -170,27 +195,42 @@ def linear_logprobs(
     Raises:
         ShapeError: shapes that differ, a weight that is empty or freed.
         DtypeError: a dtype, device or kind of tensor that is not taken (DTensor, meta, fake, sparse).
-        ScaleError: temperature (at a trained position), logit_scale or soft_cap not finite and above 0.
+        ScaleError: temperature (at a trained position), logit_scale or soft_cap not finite and above 0, or a
+            rule of `kept` out of range.
         TokenRangeError: a trained id outside [0, V); names the first positions and ids.
+        GroupError: targets or temperatures that differ between the ranks of `group`.
+        NotImplementedError: `kept` together with `group`, or either with logits in bfloat16.
 
     Example:
         hidden [1], weight [[0], [ln 3]], target 1 -> ln(3/4) = -0.2877; logit_scale 2 -> ln(9/10) = -0.1054
     """
     _require_head(hidden, weight, bias)
-    trained = select_trained(
-        target_ids, mask, temperature, vocab_size=weight.shape[0], like=("hidden", hidden)
-    )
+    rounded = _logits_dtype(logits_dtype, compute_dtype(hidden, weight))
+    _require_either(kept, group, {"logits_dtype": rounded == torch.bfloat16})
+    vocab_size = _vocab_size("weight", weight.shape[0], group)
+    trained = select_trained(target_ids, mask, temperature, vocab_size=vocab_size, like=("hidden", hidden))
+    shaping = _shaping(logit_scale, soft_cap, None)
+    softmax = backends.choose("linear_logprobs", backend, hidden, weight).softmax
+    tensors = (hidden, weight, bias)
+    logprobs: Tensor
+    if kept is not None:
+        sets = select_kept(kept, trained, vocab_size=vocab_size, like=("hidden", hidden))
+        plan = Plan(softmax=softmax, shaping=shaping, in_place=False)
+        logprobs = KeptLinearLogprobs.apply(*tensors, trained, plan, sets)  # type: ignore[no-untyped-call]
+        return logprobs
+    if group is not None:
+        plan = Plan(softmax=softmax, shaping=shaping, in_place=False)
+        logprobs = ShardedLinearLogprobs.apply(*tensors, trained, plan, group)  # type: ignore[no-untyped-call]
+        return logprobs
     head = Head(
         hidden=hidden,
         weight=weight,
         bias=bias,
         trained=trained,
-        shaping=_shaping(logit_scale, soft_cap, None),
-        logits_dtype=_logits_dtype(logits_dtype, compute_dtype(hidden, weight)),
+        shaping=shaping,
+        logits_dtype=rounded,
     )
-    chosen = backends.choose("linear_logprobs", backend, hidden, weight)
-    arguments = (hidden, weight, bias, head, chosen.softmax)
-    logprobs: Tensor = LinearLogprobs.apply(*arguments)  # type: ignore[no-untyped-call]
+    logprobs = LinearLogprobs.apply(*tensors, head, softmax)  # type: ignore[no-untyped-call]
     return logprobs
 
 
@@ -200,6 +240,7 @@ def _plan(
     shaping: Shaping,
     in_place: bool,
     backend: str,
+    group: VocabGroup | None = None,
 ) -> tuple[Trained, Plan]:
     logits, target_ids, temperature, mask = arguments
     require_tensor("logits", logits, LOGIT_DTYPES)
@@ -213,11 +254,31 @@ def _plan(
             "logits: found a leaf that requires grad with in_place_backward=True, expected the output of a "
             "model: a leaf's own values would be lost"
         )
-    trained = select_trained(
-        target_ids, mask, temperature, vocab_size=logits.shape[-1], like=("logits", logits)
-    )
+    vocab_size = _vocab_size("logits", logits.shape[-1], group)
+    trained = select_trained(target_ids, mask, temperature, vocab_size=vocab_size, like=("logits", logits))
     chosen = backends.choose(op, backend, logits)
     return trained, Plan(softmax=chosen.softmax, shaping=shaping, in_place=in_place)
+
+
+def _require_either(kept: Kept | None, group: VocabGroup | None, options: dict[str, bool]) -> None:
+    """Refuse what is not supported with a kept set or a sharded vocabulary; `options` are those in force."""
+    if kept is not None and group is not None:
+        raise NotImplementedError(
+            "kept: a kept set over a sharded vocabulary is not supported; gather the logits"
+        )
+    if kept is None and group is None:
+        return
+    for name, is_asked_for in options.items():
+        if is_asked_for:
+            raise NotImplementedError(f"{name}: not supported together with kept or group")
+
+
+def _vocab_size(name: str, num_columns: int, group: VocabGroup | None) -> int:
+    """V, of which the argument `name` has `num_columns`."""
+    if group is None:
+        return num_columns
+    group.require_own(name, num_columns)
+    return group.vocab_size
 
 
 def _shaping(logit_scale: object, soft_cap: object, vocab_mask: object) -> Shaping:

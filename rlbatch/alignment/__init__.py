@@ -3,6 +3,7 @@
 from rlbatch.alignment.gate import Alignment, require_aligned
 from rlbatch.alignment.judge import Judge, Verdict
 from rlbatch.alignment.limits import Limits
+from rlbatch.alignment.logits import LogitsFor
 from rlbatch.alignment.measure import Measured, measure
 
-__all__ = ["Alignment", "Judge", "Limits", "Measured", "Verdict", "measure", "require_aligned"]
+__all__ = ["Alignment", "Judge", "Limits", "LogitsFor", "Measured", "Verdict", "measure", "require_aligned"]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from rlbatch.alignment.limits import CLEAN_MEAN, Limits
+from rlbatch.alignment.limits import CLEAN_MEAN, OUTSIDE_SHARE, Limits
 from rlbatch.alignment.measure import COLUMN
 from rlbatch.catalogue import finding
 from rlbatch.errors import Finding
@@ -31,6 +31,8 @@ class Sums:
     sum_ratio: float = 0.0
     max_abs_log_ratio: float = 0.0
     num_confident_disagreements: float = 0.0
+    num_outside_kept_set: float = 0.0
+    """Beside `num_tokens`: they were sampled, and the trainer's kept set does not hold them."""
     all_clean: bool = True
     """Mean |log_ratio| of each segment is under `CLEAN_MEAN`."""
 
@@ -44,7 +46,13 @@ class Sums:
         self.sum_ratio += other.sum_ratio
         self.max_abs_log_ratio = max(self.max_abs_log_ratio, other.max_abs_log_ratio)
         self.num_confident_disagreements += other.num_confident_disagreements
+        self.num_outside_kept_set += other.num_outside_kept_set
         self.all_clean &= other.all_clean
+
+    @property
+    def mostly_inside(self) -> bool:
+        """So few tokens are outside the trainer's kept sets that rounding explains it."""
+        return self.num_outside_kept_set <= OUTSIDE_SHARE * (self.num_tokens + self.num_outside_kept_set)
 
     def mean(self, total: float) -> float:
         """0 where there are no tokens."""
@@ -64,6 +72,10 @@ class Drift:
         for age in np.unique(ages[count > 0]).tolist():
             self.by_age.setdefault(age, Sums()).add(_sums(rows[(ages == age) & (count > 0)]))
 
+    def add_outside(self, age: int, num_tokens: int) -> None:
+        """Count tokens outside the trainer's own kept sets."""
+        self.by_age.setdefault(age, Sums()).num_outside_kept_set += num_tokens
+
     def merge(self, other: "Drift") -> None:
         """Take in what another batch or rank found."""
         for age, sums in other.by_age.items():
@@ -79,7 +91,8 @@ class Drift:
     def judged(self, limits: Limits) -> bool:
         """Whether each age has enough to go by: tokens for the limits, or segments that are all clean."""
         return bool(self.by_age) and all(
-            sums.num_tokens >= limits.min_tokens or sums.all_clean for sums in self.by_age.values()
+            (sums.num_tokens >= limits.min_tokens or sums.all_clean) and sums.mostly_inside
+            for sums in self.by_age.values()
         )
 
 
@@ -119,6 +132,7 @@ def metrics(drift: Drift, num_excluded_segments: int) -> dict[str, float]:
     named = {
         "rlbatch/num_tokens/sum": total.num_tokens,
         "rlbatch/num_excluded_segments/sum": float(num_excluded_segments),
+        "rlbatch/num_outside_kept_set/sum": total.num_outside_kept_set,
         "rlbatch/k1/mean": -total.mean(total.sum_log_ratio),
         "rlbatch/abs_log_ratio/mean": total.mean(total.sum_abs_log_ratio),
         "rlbatch/abs_log_ratio/max": total.max_abs_log_ratio,

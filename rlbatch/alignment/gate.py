@@ -5,15 +5,17 @@ between forward and backward, or deferred until just before `optimizer.step()`.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from numbers import Integral
 from typing import overload
 
 import torch.distributed as dist
 from torch import Tensor
 
+from rlbatch.alignment.agreement import Occasion, agree
 from rlbatch.alignment.judge import Judge, Verdict
 from rlbatch.alignment.limits import Limits
+from rlbatch.alignment.logits import LogitsFor
 from rlbatch.alignment.measure import Measured, measure
 from rlbatch.batch import Batch
 from rlbatch.catalogue import finding
@@ -27,6 +29,7 @@ class _Step:
     measured: Sequence[Measured]
     trainer_version: int | None
     limits: Limits
+    logits_for: LogitsFor | None
     group: "dist.ProcessGroup | None"
     is_whole: bool
     """A step that trains nothing is an error; one batch of it may."""
@@ -39,15 +42,19 @@ class _Step:
             AlignmentError: a finding of error level, on this rank or another.
         """
         if self.verdict is None:
-            judge = Judge(trainer_version=self.trainer_version, limits=self.limits)
+            judge = Judge(
+                trainer_version=self.trainer_version, limits=self.limits, logits_for=self.logits_for
+            )
             try:
                 for measured in self.measured:
                     judge.add(measured)
+                judge.settle()
             except Exception as error:
                 if self.group is None:
                     raise
-                judge.findings.append(_failed(error))
-            self.verdict = _together(judge, self.group, is_whole=self.is_whole)
+                judge.findings += _told_by(error)
+            occasion = Occasion(num_batches=len(self.measured), is_whole=self.is_whole, is_early=False)
+            self.verdict = _together(judge, self.group, occasion)
         if self.verdict.errors:
             raise AlignmentError.of(*self.verdict.errors)
         return self.verdict
@@ -98,6 +105,7 @@ def require_aligned(
     *,
     trainer_version: int | None,
     limits: Limits = ...,
+    logits_for: LogitsFor | None = ...,
     group: "dist.ProcessGroup | None" = ...,
     defer: bool = ...,
 ) -> Alignment: ...
@@ -108,6 +116,7 @@ def require_aligned(
     *,
     trainer_version: int | None,
     limits: Limits = ...,
+    logits_for: LogitsFor | None = ...,
     group: "dist.ProcessGroup | None" = ...,
     defer: bool = ...,
 ) -> list[Alignment]: ...
@@ -117,6 +126,7 @@ def require_aligned(
     *,
     trainer_version: int | None,
     limits: Limits = Limits(),  # noqa: B008  frozen
+    logits_for: LogitsFor | None = None,
     group: "dist.ProcessGroup | None" = None,
     defer: bool = False,
 ) -> Alignment | list[Alignment]:
@@ -127,6 +137,8 @@ def require_aligned(
         trainer_logprobs: [B, T] float32 or float64, nats, of `batch.target_ids`; one a batch.
         trainer_version: `policy_version` of the trainer's weights; None where they are those that sampled.
         limits: for aggregates; a cause that is found is an error whatever they say.
+        logits_for: gives the trainer's logits for single suspect segments, as `LogitsFor` says; without it
+            some causes cannot be told from each other. `rlbatch.scoring.logits_for(model)` makes one.
         group: processes of one step, which get one verdict; each must call, with its part. None judges this
             process alone, also where torch.distributed runs.
         defer: judge in `Alignment.verify`, `.metrics` or `.warnings` instead, without waiting here.
@@ -146,14 +158,24 @@ def require_aligned(
         if group is None:
             raise
         judge = Judge(trainer_version=None, limits=limits)
-        judge.findings += error.findings if isinstance(error, AlignmentError) else (_failed(error),)
-        raise AlignmentError.of(*_together(judge, group, is_whole=is_whole).errors) from error
+        judge.findings += _told_by(error)
+        occasion = Occasion(num_batches=None, is_whole=is_whole, is_early=defer)
+        raise AlignmentError.of(*_together(judge, group, occasion).errors) from error
     if group is not None and defer:
-        # The verdict is put off, so this is where a rank that cannot measure tells the others.
-        errors = _agreed(Judge(trainer_version=None, limits=limits), group).verdict().errors
+        # The verdict is put off, so this is where a rank that cannot measure tells the others: after this
+        # they may wait for it in collectives of the model.
+        occasion = Occasion(num_batches=len(measured), is_whole=is_whole, is_early=True)
+        errors = agree(Judge(trainer_version=version, limits=limits), occasion, group).verdict().errors
         if errors:
             raise AlignmentError.of(*errors)
-    step = _Step(measured=measured, trainer_version=version, limits=limits, group=group, is_whole=is_whole)
+    step = _Step(
+        measured=measured,
+        trainer_version=version,
+        limits=limits,
+        logits_for=logits_for,
+        group=group,
+        is_whole=is_whole,
+    )
     if not defer:
         step.verify()
     alignments = [
@@ -191,33 +213,25 @@ def _measured(batch: object, trainer_logprobs: object) -> list[Measured]:
     return [measure(item, values) for item, values in zip(batches, logprobs, strict=True)]
 
 
-def _together(judge: Judge, group: "dist.ProcessGroup | None", *, is_whole: bool) -> Verdict:
+def _together(judge: Judge, group: "dist.ProcessGroup | None", occasion: Occasion) -> Verdict:
     """The verdict on what this rank has seen, or all ranks of the group."""
     if group is not None:
-        judge = _agreed(judge, group)
+        judge = agree(judge, occasion, group)
     if judge.num_trained == 0 and not any(found.severity == "error" for found in judge.findings):
-        judge.findings.append(_nothing_trained(is_error=is_whole))
+        judge.findings.append(_nothing_trained(is_error=occasion.is_whole))
     return judge.verdict()
 
 
-def _agreed(mine: Judge, group: "dist.ProcessGroup") -> Judge:
-    """What all ranks have seen, in the order of ranks."""
-    parts: list[Judge] = [mine] * dist.get_world_size(group)
-    dist.all_gather_object(parts, mine, group=group)
-    together = Judge(trainer_version=mine.trainer_version, limits=mine.limits)
-    for rank, part in enumerate(parts):
-        place = dist.get_global_rank(group, rank)
-        part.findings = [replace(found, where=replace(found.where, rank=place)) for found in part.findings]
-        together.merge(part)
-    return together
-
-
-def _failed(error: Exception) -> Finding:
-    return finding(
+def _told_by(error: Exception) -> tuple[Finding, ...]:
+    """What a rank that cannot go on tells the others."""
+    if isinstance(error, AlignmentError):
+        return error.findings
+    failed = finding(
         "batch-mismatch",
         expected="batches and logprobs that can be measured",
         found=f"{type(error).__name__}: {error}",
     )
+    return (failed,)
 
 
 def _nothing_trained(*, is_error: bool) -> Finding:

@@ -3,23 +3,28 @@
 One `Judge` sees one step, or one file: limits apply to what it has seen together.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
-from rlbatch.alignment.causes import causes_of
 from rlbatch.alignment.drift import Drift, age_of, drift_findings, metrics
 from rlbatch.alignment.evidence import Evidence
-from rlbatch.alignment.limits import LAG_ACCEPTED_SHARE, SUSPECT_MEAN, Limits
+from rlbatch.alignment.exhibits import joined
+from rlbatch.alignment.hypotheses.passes import passes_differ
+from rlbatch.alignment.inquiry import Inquiry
+from rlbatch.alignment.kept_sets import outside, outside_finding
+from rlbatch.alignment.limits import Limits
+from rlbatch.alignment.logits import LogitsFor
 from rlbatch.alignment.measure import COLUMN, Measured
+from rlbatch.alignment.pools import Pool
+from rlbatch.alignment.scene import place_of
 from rlbatch.batch import Batch
 from rlbatch.catalogue import finding
 from rlbatch.errors import Finding, Where
-from rlbatch.soundness.checks import in_force
-from rlbatch.soundness.values import POSITIVE_TOLERANCE, SENTINEL_AT
-from rlbatch_kernels import LAGS
+from rlbatch.records import Provenance
+from rlbatch.soundness.distributions import in_force
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,38 +51,78 @@ class Judge:
     trainer_version: int | None
     """Version of the trainer's weights; None where they are those that sampled everything, as in an audit."""
     limits: Limits = field(default_factory=Limits)
+    logits_for: LogitsFor | None = None
+    """Asked for the logits of suspects; without it some causes cannot be told from each other."""
     findings: list[Finding] = field(default_factory=list)
-    """Of single segments."""
+    """Of single segments, and after `settle` of pools of them."""
     drift: Drift = field(default_factory=Drift)
+    """Complete after `settle`."""
+    pools: dict[Provenance, Pool] = field(default_factory=dict)
+    """Segments without a cause of their own, by provenance, until `settle`."""
     num_trained: int = 0
     num_excluded_segments: int = 0
     """Segments with an accepted cause, or not comparable."""
     all_comparable: bool = True
 
     def add(self, measured: Measured) -> None:
-        """Judge the segments of one batch; waits for its table."""
+        """Judge the segments of one batch; waits for its table.
+
+        Raises:
+            AlignmentError: `batch-mismatch`, where `logits_for` fails or answers what was not asked.
+        """
         batch, table = measured.batch, measured.table()
         self._count(measured, table)
         comparable = np.array([item.comparable(batch.purpose) for item in batch.provenances], bool)
         ages = np.array(
             [age_of(version, self.trainer_version) for version in batch.segment_versions], np.int64
         )
+        inquiry = Inquiry(
+            measured=measured, table=table, comparable=comparable, ages=ages, logits_for=self.logits_for
+        )
+        told = inquiry.exact()
+        looked = self._look(inquiry, set(told))
+        single = inquiry.single([*told, *looked])
+        self.findings += told.values()
         explained = np.zeros(len(table), bool)
-        for index in np.flatnonzero(_suspect(measured, comparable)):
-            evidence = _evidence(measured, int(index), bool(comparable[index]), current=ages[index] == 0)
-            explained[index] = self._diagnose(evidence)
+        errors = [at for at, found in (told | single).items() if found.severity == "error"]
+        explained[[*errors, *looked]] = True
         refused = ~comparable & (table[:, COLUMN["count"]] > 0)
         self.all_comparable &= not refused.any()
         self.findings += [_incomparable(batch, int(index)) for index in np.flatnonzero(refused & ~explained)]
         kept = comparable & ~explained
-        for index in np.flatnonzero(kept & (table[:, COLUMN["max_abs_log_ratio"]] > self.limits.ratio_tail)):
-            evidence = _evidence(measured, int(index), True, current=ages[index] == 0)
-            self.findings.append(_ratio_tail(evidence, self.limits))
+        tails = kept & (table[:, COLUMN["max_abs_log_ratio"]] > self.limits.ratio_tail)
+        for at in np.flatnonzero(tails).tolist():
+            self._pool_of(batch.provenances[at]).findings.append(
+                _ratio_tail(inquiry.evidence(at), self.limits)
+            )
+        for at, found in single.items():
+            self._pool_of(batch.provenances[at]).findings.append(found)
         self.num_excluded_segments += int((~kept).sum())
-        self.drift.add_rows(table[kept], ages[kept])
+        for provenance, mine in _by_provenance(batch):
+            pool = self._pool_of(provenance)
+            pool.drift.add_rows(table[mine & kept], ages[mine & kept])
+            pool.num_segments += int((mine & kept).sum())
+        beyond = kept & (table[:, COLUMN["num_trainer_not_finite"]] > 0)
+        for index in np.flatnonzero(beyond).tolist():
+            self._tell_outside(inquiry.evidence(index), int(ages[index]))
+
+    def settle(self) -> None:
+        """Judge what pools of segments show together: then findings and drift are complete."""
+        pools, self.pools = self.pools, {}
+        for pool in pools.values():
+            if pool.cause is None:
+                self.findings += pool.findings
+                self.drift.merge(pool.drift)
+            else:
+                self.findings += [pool.cause] if pool.cause not in self.findings else []
+                self.num_excluded_segments += pool.num_segments
+        # A judge that has settled may go to another process; it asks nobody any more.
+        self.logits_for = None
 
     def merge(self, other: "Judge") -> None:
         """Take in what another judge has seen of the same step."""
+        self.settle()
+        other.settle()
         self.findings += other.findings
         self.drift.merge(other.drift)
         self.num_trained += other.num_trained
@@ -86,6 +131,7 @@ class Judge:
 
     def verdict(self) -> Verdict:
         """What all batches together say."""
+        self.settle()
         findings = [*self.findings, *drift_findings(self.drift.by_age, self.limits)]
         findings.sort(key=lambda found: found.severity != "error")
         doubtful = any(found.code in DOUBTS for found in findings)
@@ -102,96 +148,59 @@ class Judge:
         if outside:
             self.findings.append(_outside(measured.batch, outside))
 
-    def _diagnose(self, evidence: Evidence) -> bool:
-        """Tell the first cause that explains a suspect; whether it leaves the drift.
+    def _pool_of(self, provenance: Provenance) -> Pool:
+        return self.pools.setdefault(provenance, Pool())
 
-        What is an error on its own would only be told again by the aggregate.
-        """
-        told = next((found for cause in causes_of(evidence) if (found := cause(evidence)) is not None), None)
-        if told is None:
-            return False
-        self.findings.append(told)
-        return told.severity == "error"
+    def _look(self, inquiry: Inquiry, told: set[int]) -> list[int]:
+        """Let every pool look at its segments; those of pools that something explains as a whole."""
+        explained: list[int] = []
+        left = inquiry.comparable.copy()
+        left[list(told)] = False
+        for provenance, mine in _by_provenance(inquiry.measured.batch):
+            pool = self._pool_of(provenance)
+            pool.look(inquiry, mine & left & (inquiry.ages == 0))
+        self._compare_passes()
+        for provenance, mine in _by_provenance(inquiry.measured.batch):
+            if self._pool_of(provenance).cause is not None:
+                explained += np.flatnonzero(mine & left).tolist()
+        return explained
+
+    def _compare_passes(self) -> None:
+        """A trainer that does not agree with itself is no matter of provenance: it is told of all pools."""
+        exhibits = [each for pool in self.pools.values() for each in pool.exhibits if each.again is not None]
+        told = passes_differ(joined(exhibits), where=exhibits[-1].place) if exhibits else None
+        for pool in self.pools.values():
+            if told is not None and pool.exhibits and pool.cause is None:
+                pool.cause = told
+
+    def _tell_outside(self, evidence: Evidence, age: int) -> None:
+        """Tokens outside the trainer's own kept set: pointed out, and counted in their pool."""
+        found = outside_finding(evidence)
+        if found is not None:
+            self.findings.append(found)
+            self.pools[evidence.provenance].drift.add_outside(age, int(outside(evidence).sum()))
+
+
+def _by_provenance(batch: Batch) -> Iterator[tuple[Provenance, NDArray[np.bool_]]]:
+    """Each provenance of the batch with its segments [G]."""
+    distinct = dict.fromkeys(batch.provenances)
+    keys = {provenance: key for key, provenance in enumerate(distinct)}
+    owner = np.array([keys[provenance] for provenance in batch.provenances], np.int64)
+    for provenance, key in keys.items():
+        yield provenance, owner == key
 
 
 DOUBTS = ("unexplained", "kld-high")
 """Codes that leave open what is wrong, even as warnings: with one of them nothing is called sound."""
 
 
-def _suspect(measured: Measured, comparable: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """[G]; segments with a window that some hypothesis may explain. Cheap, and wide on purpose."""
-    windows = measured.windows()
-    zero = _lag_mean(windows, 0)
-    others = np.stack([_lag_mean(windows, lag) for lag in LAGS if lag])
-    anyway = (
-        (windows[:, COLUMN["num_trainer_not_finite"]] > 0)
-        | (windows[:, COLUMN["max_inference"]] > POSITIVE_TOLERANCE)
-        | (others < LAG_ACCEPTED_SHARE * zero).any(axis=0)
-    )
-    # Values of another distribution are off, and may be 0 or absent, without any fault.
-    if_comparable = (
-        (windows[:, COLUMN["num_inference_not_finite"]] > 0)
-        | (windows[:, COLUMN["num_zeros"]] > 0)
-        | (windows[:, COLUMN["max_abs_log_ratio"]] > -SENTINEL_AT / 2)
-        | (zero >= SUSPECT_MEAN)
-    )
-    if not len(comparable):
-        return comparable
-    any_in = np.logical_or.reduceat
-    suspect: NDArray[np.bool_] = any_in(anyway, measured.first_window) | (
-        comparable & any_in(if_comparable, measured.first_window)
-    )
-    return suspect
-
-
-def _lag_mean(table: NDArray[np.float64], lag: int) -> NDArray[np.float64]:
-    """[W] mean clipped |difference| at a lag; infinite without pairs, so that it never wins."""
-    pairs = table[:, COLUMN[f"residual_pairs_{lag}"]]
-    total = table[:, COLUMN[f"residual_sum_{lag}"]]
-    empty = np.inf if lag else 0.0
-    return np.divide(total, pairs, out=np.full_like(total, empty), where=pairs > 0)
-
-
-def _place(batch: Batch, index: int) -> Where:
-    segment = batch.host_segments[index]
-    ref = batch.ref_of(segment)
-    start, stop = batch.tokens_of(segment)
-    return Where(
-        path=ref.path,
-        sample=ref.index,
-        trajectory=ref.trajectory_id,
-        turn=segment.turn,
-        start=start,
-        stop=stop,
-    )
-
-
-def _evidence(measured: Measured, index: int, comparable: bool, *, current: bool) -> Evidence:
-    batch = measured.batch
-    segment = batch.host_segments[index]
-
-    def on_host(tensor: Tensor) -> NDArray[np.float64]:
-        values: NDArray[np.float64] = tensor[segment.row, segment.start : segment.stop].double().cpu().numpy()
-        return values
-
-    return Evidence(
-        trainer=on_host(measured.trainer_logprobs),
-        inference=on_host(batch.inference_logprobs),
-        trained=on_host(batch.loss_mask).astype(bool),
-        provenance=batch.provenances[index],
-        comparable=comparable,
-        current=bool(current),
-        place=_place(batch, index),
-    )
-
-
 def _incomparable(batch: Batch, index: int) -> Finding:
     provenance = batch.provenances[index]
-    greedy = batch.purpose == "train" and provenance.sampling.greedy
+    greedy = batch.purpose != "audit" and provenance.sampling.greedy
     return finding(
         "greedy-sampled" if greedy else "incomparable",
-        severity="error" if batch.purpose == "train" else "warning",
-        where=_place(batch, index),
+        severity="warning" if batch.purpose == "audit" else "error",
+        where=place_of(batch, index),
         expected="logprobs that the trainer can compute from its logits and a temperature alone",
         found=f"{provenance.logprobs_mode} logprobs of tokens sampled with {in_force(provenance)}",
     )

@@ -1,22 +1,27 @@
-"""Does another lag than 0 explain a segment, or its end? Margins and witnesses, as `limits` has them."""
+"""Does another lag than 0 explain a segment, its end, or stretches of it? Margins and witnesses: `limits`."""
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rlbatch.alignment.evidence import Evidence
 from rlbatch.alignment.limits import (
     LAG_ACCEPTED_SHARE,
-    LAG_FLOOR,
     LAG_FROM_MIN_VOTES,
     LAG_MIN_PAIRS,
     LAG_MIN_VOTES,
     LAG_VOTE,
+    LEFT_MOST,
+    PATH_BLOCK,
+    PATH_LAGS,
+    PATH_SWITCH,
+    PATH_VERIFIED_SHARE,
+    WIDE_LAGS,
+    WIDE_MIN_VOTES,
 )
 from rlbatch_kernels import LAGS
-
-STRETCHES = (16, 32, 64, 128)
-"""Lengths in which a shift that heals again is looked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,81 +38,135 @@ class Shift:
 
 
 def whole_shift(evidence: Evidence, *, min_votes: int = LAG_MIN_VOTES) -> Shift | None:
-    """The lag that explains all of the evidence."""
-    residuals = evidence.residuals()
+    """The lag that explains all of the evidence: a small one, or one of any size where no small one does."""
+    near = _best_of(evidence, LAGS, min_votes)
+    off = evidence.at_zero()[evidence.usable]
+    if near is not None or not len(off) or off.mean() < LEFT_MOST:
+        return near
+    middle = _best_of(evidence, PATH_LAGS, max(min_votes, LAG_FROM_MIN_VOTES))
+    if middle is not None:
+        return middle
+    most = min(WIDE_LAGS, len(evidence.trained) - LAG_MIN_PAIRS)
+    return _best_of(evidence, range(-most, most + 1), max(min_votes, WIDE_MIN_VOTES))
+
+
+def _best_of(evidence: Evidence, lags: Iterable[int], min_votes: int) -> Shift | None:
+    residuals = evidence.residuals(lags)
     if 0 not in residuals or len(residuals) < 2:
         return None
-    length = len(evidence.trained)
     lag = min(residuals, key=lambda key: (residuals[key], abs(key)))
     # Strictly: where all values are alike, every lag fits exactly.
     if lag == 0 or residuals[lag] >= LAG_ACCEPTED_SHARE * residuals[0]:
         return None
-    if evidence.comparable and residuals[lag] > LAG_FLOOR:
+    if evidence.comparable and residuals[lag] > evidence.most_left:
         return None
     if len(evidence.at_lag(lag)[0]) < LAG_MIN_PAIRS or not _witnessed(evidence, lag, min_votes):
         return None
     near = residuals[lag] / LAG_ACCEPTED_SHARE
     rivals = tuple(key for key, value in residuals.items() if key not in (0, lag) and value <= near)
-    return Shift(lag=lag, rivals=rivals, start=0, stop=length)
+    return Shift(lag=lag, rivals=rivals, start=0, stop=len(evidence.trained))
 
 
-def shift_from(evidence: Evidence) -> Shift | None:
-    """The lag that explains the evidence from some entry on, where lag 0 explains what comes before.
+def shift_path(evidence: Evidence) -> tuple[Shift, ...]:
+    """The stretches that other lags explain, where lag 0 explains the rest; none where that does not hold.
 
     Example:
         trainer [a, b, c, d, e, ...], inference [a, b, x, c, d, ...]: lag -1 from entry 3 on
     """
-    at_zero = evidence.at_zero()
-    before = np.concatenate([[0.0], np.cumsum(at_zero)])[:-1]
-    best_cost, lag, start = np.inf, 0, 0
-    for candidate in (key for key in LAGS if key):
-        at, errors = evidence.at_lag(candidate)
-        spread = np.zeros_like(at_zero)
-        spread[at] = errors
-        cost = before + np.cumsum(spread[::-1])[::-1]
-        place = int(cost.argmin())
-        if cost[place] < best_cost:
-            best_cost, lag, start = float(cost[place]), candidate, place
-    length = len(at_zero)
-    if length - start < LAG_MIN_PAIRS or not _holds_before(evidence.part(0, start), lag):
-        return None
-    end = whole_shift(evidence.part(start, length), min_votes=LAG_FROM_MIN_VOTES)
-    if end is None or end.lag != lag:
-        return None
-    return Shift(lag=lag, rivals=end.rivals, start=start, stop=length)
+    path = _with_witnesses(evidence, list(_stretches(evidence)))
+    if len(path) < 2:
+        return ()
+    found: list[Shift] = []
+    num_moved = 0
+    for start, stop, lag in path:
+        part = evidence.part(start, stop)
+        if lag == 0:
+            if evidence.comparable and part.usable.any() and part.at_zero()[part.usable].mean() > LEFT_MOST:
+                return ()
+            continue
+        num_moved += stop - start
+        shift = _best_of(part, PATH_LAGS, LAG_FROM_MIN_VOTES)
+        if shift is not None and (shift.lag == lag or lag in shift.rivals):
+            found.append(Shift(lag=lag, rivals=_others(shift, lag), start=start, stop=stop))
+    if sum(shift.stop - shift.start for shift in found) < PATH_VERIFIED_SHARE * num_moved:
+        return ()
+    return tuple(found)
 
 
-def shift_within(evidence: Evidence) -> Shift | None:
-    """The lag that explains one stretch, where lag 0 explains what comes before and after."""
-    before = np.concatenate([[0.0], np.cumsum(evidence.at_zero())])
-    best_gain, best = 0.0, None
-    for lag in (key for key in LAGS if key):
-        at, errors = evidence.at_lag(lag)
-        spread = np.zeros(len(evidence.trained))
-        spread[at] = errors
-        at_lag = np.concatenate([[0.0], np.cumsum(spread)])
-        for size in (size for size in STRETCHES if size < len(evidence.trained)):
-            zero, other = before[size:] - before[:-size], at_lag[size:] - at_lag[:-size]
-            gains = np.where(other < LAG_ACCEPTED_SHARE * zero, zero - other, 0.0)
-            start = int(gains.argmax())
-            if gains[start] > best_gain:
-                best_gain, best = float(gains[start]), (start, start + size, lag)
-    if best is None:
-        return None
-    start, stop, lag = best
-    found = whole_shift(evidence.part(start, stop), min_votes=LAG_FROM_MIN_VOTES)
-    return None if found is None else Shift(lag=found.lag, rivals=found.rivals, start=start, stop=stop)
+def _with_witnesses(evidence: Evidence, path: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """The path without stretches at lag 0 in which nothing speaks against the lag beside them."""
+    kept: list[tuple[int, int, int]] = []
+    for at, (start, stop, lag) in enumerate(path):
+        neighbours = [each[2] for each in path[max(0, at - 1) : at + 2] if each[2]]
+        if lag == 0 and neighbours and not _speaks_for_zero(evidence.part(start, stop), neighbours[-1]):
+            lag = neighbours[-1]
+        if kept and kept[-1][2] == lag:
+            start = kept.pop()[0]
+        kept.append((start, stop, lag))
+    return kept
 
 
-def _holds_before(evidence: Evidence, lag: int) -> bool:
-    """Whether lag 0 explains the beginning, and its own witnesses speak against the lag found for the end."""
+def _speaks_for_zero(evidence: Evidence, lag: int) -> bool:
     at, errors = evidence.at_lag(lag)
-    if not len(at):
-        return False
-    at_zero = evidence.at_zero()
-    if evidence.comparable and at_zero[evidence.usable].mean() > LAG_FLOOR:
-        return False
-    return int(np.count_nonzero(errors - at_zero[at] > LAG_VOTE)) >= LAG_FROM_MIN_VOTES
+    votes = np.count_nonzero(errors - evidence.at_zero()[at] > LAG_VOTE)
+    return bool(votes >= LAG_FROM_MIN_VOTES)
+
+
+def _others(shift: Shift, lag: int) -> tuple[int, ...]:
+    return tuple(key for key in (shift.lag, *shift.rivals) if key != lag)
+
+
+def _stretches(evidence: Evidence) -> Iterator[tuple[int, int, int]]:
+    """(start, stop, lag) of the path of lags that costs least, changes of lag included."""
+    costs = _costs(evidence)
+    length = costs.shape[1]
+    starts = np.arange(0, length, PATH_BLOCK)
+    path = _cheapest(np.add.reduceat(costs, starts, axis=1))
+    edges = [0]
+    states = [int(path[0])]
+    for block in np.flatnonzero(np.diff(path)) + 1:
+        before, after = costs[path[block - 1]], costs[path[block]]
+        low = max(edges[-1], int(starts[block]) - PATH_BLOCK)
+        high = min(length, int(starts[block]) + PATH_BLOCK)
+        # Before the edge the old lag pays, from it on the new one.
+        paid = np.concatenate([[0.0], np.cumsum(before[low:high])]) - np.concatenate(
+            [[0.0], np.cumsum(after[low:high])]
+        )
+        edges.append(low + int(paid.argmin()))
+        states.append(int(path[block]))
+    for start, stop, state in zip(edges, [*edges[1:], length], states, strict=True):
+        if stop > start:
+            yield start, stop, PATH_LAGS[state]
+
+
+def _costs(evidence: Evidence) -> NDArray[np.float64]:
+    """[lags, N] what each entry pays at each lag; one that has no pair pays nothing at lag 0, else a vote."""
+    costs = np.full((len(PATH_LAGS), len(evidence.trained)), LAG_VOTE)
+    for state, lag in enumerate(PATH_LAGS):
+        at, errors = evidence.at_lag(lag)
+        costs[state, at] = errors
+    costs[:, ~evidence.usable] = 0.0
+    return costs
+
+
+def _cheapest(costs: NDArray[np.float64]) -> NDArray[np.intp]:
+    """[blocks] state of each block on the cheapest path through costs [states, blocks]."""
+    num_states, num_blocks = costs.shape
+    came_from = np.empty((num_blocks, num_states), np.intp)
+    stay = np.arange(num_states)
+    total = costs[:, 0].copy()
+    # To begin at another lag than 0 is a change too.
+    total[np.array(PATH_LAGS) != 0] += PATH_SWITCH
+    for block in range(1, num_blocks):
+        best = int(total.argmin())
+        switched = total[best] + PATH_SWITCH
+        came_from[block] = np.where(total <= switched, stay, best)
+        total = np.minimum(total, switched) + costs[:, block]
+    path = np.empty(num_blocks, np.intp)
+    path[-1] = int(total.argmin())
+    for block in range(num_blocks - 1, 0, -1):
+        path[block - 1] = came_from[block, path[block]]
+    return path
 
 
 def _witnessed(evidence: Evidence, lag: int, min_votes: int) -> bool:

@@ -17,6 +17,8 @@ class Limits:
     """Trained tokens of one version below which the two limits above are not applied."""
     ratio_tail: float = 20.0
     """|log_ratio| of one token, nats, above which it is pointed out."""
+    rank_timeout: float = 600.0
+    """Seconds for which the other ranks of a group are waited for."""
 
     def __post_init__(self) -> None:
         if not 0 < self.kld_warning <= self.kld_error:
@@ -29,16 +31,29 @@ class Limits:
                 f"Limits: expected min_tokens >= 1 and a finite ratio_tail above 0, "
                 f"found {self.min_tokens} and {self.ratio_tail}"
             )
+        if not 0 < self.rank_timeout < float("inf"):
+            raise RecordError(f"Limits: expected a finite rank_timeout above 0, found {self.rank_timeout}")
 
 
 CLEAN_MEAN = 0.02
 """Mean |log_ratio| of a segment, nats, below which it counts as judged however short: bf16 leaves 0.003."""
+
+OUTSIDE_SHARE = 0.02
+"""Share of tokens outside the trainer's own kept sets above which nothing is called sound.
+
+bf16 sampling left 0.17 and 0.34 % outside the sets of a float32 trainer, at their edges.
+"""
 
 WINDOW = 64
 """Tokens of a segment that are looked at together: a fault in one stretch must not drown in the rest."""
 
 SUSPECT_MEAN = 0.1
 """Mean clipped |log_ratio| of a window, nats, from which its segment is worth a look. It decides nothing."""
+
+SUSPECT_FACTOR = 2.5
+"""And at least this many times what is usual: in a noisy run every window reaches the first."""
+FLOOR_MOST = 0.2
+"""Usual mean |log_ratio|, nats, beyond which it is no noise, and says nothing of what is."""
 
 GROSS_MEAN = 0.5
 """The same without its largest tenth, nats, that noise does not reach: 0.2 at a KLD of 0.028."""
@@ -75,8 +90,16 @@ LAG_ACCEPTED_SHARE = 0.25
 On recorded rollouts the planted lag leaves at most 0.16 of the next best, truncated sampling included, and
 lag 0 of clean rows at most 0.15 of its next best.
 """
-LAG_FLOOR = 0.25
-"""Most that an accepted lag may leave of comparable values, nats: twice what a KLD of 0.028 leaves."""
+RENORMALISED_MIN_TOKENS, RENORMALISED_LEAST, RENORMALISED_ERRORS = 6, 0.01, 2.5
+"""Tokens, nats and standard errors by which values that are not 0 lie above the trainer's where the engine
+renormalised over a kept set: zeros beside them are of a kept set of one token."""
+
+LEFT_MOST = 0.25
+"""Most that an explanation may leave of comparable values, nats: twice what a KLD of 0.028 leaves."""
+LEFT_FACTOR, LEFT_LEAST = 3.0, 0.03
+"""And at most this many times what is usual among segments like it, where that is known, or 0.03 nats."""
+LAG_LEAST = 0.02
+"""Mean |log_ratio| at lag 0, nats, below which no lag is looked for: it could not be told from noise."""
 LAG_VOTE = 0.25
 """Nats by which one token must prefer one lag over another to count as a witness."""
 LAG_MIN_PAIRS = 6
@@ -90,5 +113,134 @@ ZERO_TRAINER_BELOW = -1e-3
 """Trainer logprob, nats, under which an exact 0 cannot be rounding of a probability near 1."""
 ZERO_MIN_EVIDENCE = 0.05
 """Nats that the trainer gives such tokens together, below which they neither harm nor prove anything."""
+ZERO_NOISY = 0.02
+"""Usual mean |log_ratio|, nats, from which noise alone makes a trainer doubt what an engine was sure of."""
+ZERO_CLEAR, ZERO_NOISY_MIN_TOKENS = -0.5, 3
+"""Then a zero counts where the trainer is below -0.5 nats, and three of them are needed."""
 ZERO_OLD_MIN_EVIDENCE = 2.0
 """The same for data of other weights, which may have been certain where the trainer no longer is."""
+
+WIDE_LAGS = 256
+"""Largest lag that is looked for where no small one explains a segment, as of a slice at a wrong column."""
+WIDE_MIN_VOTES = 5
+"""Witnesses needed on either side for such a lag: there are many to choose from."""
+
+PATH_LAGS = (-4, -3, -2, -1, 0, 1, 2, 3, 4)
+"""Lags between which a segment may change: several entries put in, or lost."""
+PATH_SWITCH = 8.0
+"""Nats that a change of lag must save: two tokens that are wholly off."""
+PATH_BLOCK = 4
+"""Tokens within which a change is placed at first, before it is placed exactly."""
+PATH_VERIFIED_SHARE = 0.7
+"""Share of the tokens at other lags that must lie in stretches with witnesses of their own."""
+
+LOOK_MEAN = 0.008
+"""Mean |log_ratio| over the turns of one provenance, nats, from which they are worth a look together.
+
+Engines in bf16 leave 0.002 to 0.005; top-p 0.95 renormalised
+moves a token by 0.015 on average, temperature 0.9 by 0.035.
+"""
+LOOK_TOKENS = 4096
+"""Tokens of one provenance that are looked at together: at a KLD of 0.028 they settle every subtle cause."""
+LOOK_ELEMENTS = 2**27
+"""The same in logits: 1,000 tokens at a vocabulary of 130,000."""
+LOOK_TURN_TOKENS = 256
+"""Of them from one turn at most, so that many turns are heard."""
+
+PEERS_MIN = 5
+"""Segments from which what is usual among them can be said."""
+PEERS_MIN_TOKENS = 8
+"""Tokens of a segment whose mean says anything about what is usual."""
+OUTLIER_FACTOR = 4.0
+"""A segment with this many times the usual mean |log_ratio| is worth a look."""
+OUTLIER_LEAST = 0.01
+"""Mean |log_ratio|, nats, below which none is: more than engines in bf16 leave."""
+OUTLIER_MOST = 0.4
+"""The same above which every one is, however usual that may be."""
+OUTLIER_TOKEN = 2.5
+"""|log_ratio| of one token, nats, from which its segment is worth a look."""
+
+FAMILY_MIN_GAIN = 15.0
+"""Log likelihood ratio, nats, that an explanation must have over what is stated: odds of 3 million."""
+FAMILY_MIN_MARGIN = 6.0
+"""The same over the next cause."""
+FAMILY_MARGIN_SHARE = 0.03
+"""And at least this share of the gain: no grid and no noise model is exact."""
+FAMILY_SIMPLER = 3.0
+"""Nats by which a later family must beat an earlier, simpler one."""
+FAMILY_PARAMETER = 8.0
+"""Nats that a parameter costs, as it is chosen from many."""
+FAMILY_OLD_SHARE = 0.1
+"""Share of the differences that it may leave of older data, which other weights have moved as well."""
+FAMILY_SLOPE, FAMILY_SLOPE_ERRORS, FAMILY_SLOPE_MOST = 0.05, 3.0, 0.35
+"""Differences over those predicted are 1 where it holds, within 0.05 and three standard errors."""
+FAMILY_MIN_INFORMATIVE = 8
+"""Tokens that the explanation must move."""
+
+AGAIN_MEAN = 0.03
+"""Mean |difference| of two passes of the trainer, nats, from which they disagree: bf16 leaves under 0.005."""
+
+SIGN_MIN_TOKENS = 4
+"""Tokens above 0 that the turned sign must explain."""
+ROWS_MIN_TOKENS = 8
+"""Tokens in which one row can be told from another."""
+ROWS_OFF = 0.25
+"""Mean |log_ratio| to the own trainer logprobs, nats, below which a row is its own."""
+ROWS_MIN_VOTES = 5
+"""Witnesses needed for another row: there are many rows to choose from."""
+ROWS_HEAD = 64
+"""First tokens by which all rows are compared, before the best of them are in full."""
+ROWS_CANDIDATES = 8
+RULE_MIN_ROWS = 3
+"""Rows from which a rule among their lags can be told from chance; one that it leaves in place is one too."""
+
+SPAN_MIN_GAIN = 30.0
+"""Log likelihood ratio, nats, of two sizes of differences in one turn over one: the place is chosen too."""
+SPAN_FACTOR = 3.0
+"""Loud over quiet, in widths: bf16 noise grows by 2.3 over 400 tokens."""
+SPAN_LOUD = 0.06
+"""Mean |log_ratio|, nats, below which no stretch is loud."""
+SPAN_QUIET = 0.2
+"""The same above which no stretch is quiet: a KLD of 0.028 leaves 0.15."""
+RUBBISH_MEAN = 1.8
+"""Mean clipped |log_ratio|, nats, of values that are of no weights at all."""
+TAIL_TOKENS = 15
+"""Longest run at the end of a turn that counts as its last tokens."""
+TAIL_MIN_TOKENS = 2
+TAIL_SHARE = 0.6
+"""Tokens of such a run that are rubbish, at least, and their share of it."""
+CACHE_BLOCK = 16
+"""Tokens of a block of an engine's prefix cache; vLLM's default."""
+CACHE_MIN_TOKENS = 6
+"""Tokens of a span that may be told by where it ends."""
+VERSION_MIN_TOKENS = 16
+"""Tokens on either side of a change of weights."""
+DECAY_FACTOR = 2.0
+"""First half of a loud beginning over its second half: a prefix that differs is forgotten."""
+PREFIX_WIDTHS = 4.0
+"""Most that one token adds to what a profile says, in widths."""
+PREFIX_EARLY, PREFIX_LATE = 8, 24
+"""Tokens of a turn that are early, and from which they are late."""
+
+SLOT_OFF = 3.0
+"""Nats by which the trainer must be below the engine at a slot that holds a wrong id."""
+SLOT_FACTOR = 15.0
+"""And times what the tokens in their neighbourhood leave."""
+SLOT_TRAINER = -5.0
+"""Trainer logprob, nats, above which a stored id is no stranger to its place."""
+SLOT_AFTER = 8
+"""Tokens after a wrong id that it moves as well."""
+SLOT_MOST = 0.3
+"""Most slots, as a share of the tokens: beyond, the row is another row."""
+SLOT_CHANCE = 0.05
+"""Most that chance may have in it that other ids fit at all slots."""
+SLOT_FIT, SLOT_WIDTHS = 0.02, 3.0
+"""Nats, and times the noise of the rest of the turn, within which another id must have the engine's value."""
+
+CONFIDENT_BELOW = -0.6932
+"""Engine logprob, nats, of a token it is sure of: probability one half."""
+CONFIDENT_OFF = 2.0
+"""Nats that the trainer must be lower."""
+CONFIDENT_MIN_TOKENS = 4
+CONFIDENT_MIN_SHARE = 0.02
+"""Such tokens in a turn, and their share, from which noise is no excuse."""

@@ -4,13 +4,13 @@
 the rest. `rlbatch explain CODE` prints an entry. Knows nothing of how the checks compute.
 """
 
-from rlbatch.catalogue import aligned, drift, reply, scoring, sound, storage
+from rlbatch.catalogue import aligned, drift, layout, ranks, reply, scoring, sound, stops, storage
 from rlbatch.catalogue.entry import Entry, Level
 from rlbatch.errors import Finding, Severity, Where
 
 __all__ = ["CATALOGUE", "Entry", "Level", "finding"]
 
-_LEVELS = (reply, storage, sound, scoring, aligned, drift)
+_LEVELS = (reply, storage, sound, stops, layout, scoring, aligned, drift, ranks)
 
 CATALOGUE: dict[str, Entry] = {entry.code: entry for level in _LEVELS for entry in level.ENTRIES}
 """Every code."""

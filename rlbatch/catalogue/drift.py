@@ -13,6 +13,15 @@ ENTRIES = (
         fix="check the weight sync, the engine's dtype and quantisation, and its attention backend",
     ),
     Entry(
+        code="stale",
+        level="drift",
+        severity="warning",
+        symptom="Differences follow the age of the data, or what it was drawn with, and not its tokens.",
+        check="Capped k3 by version lag, by prefix shared with other rows, and by turn.",
+        likely="old rollouts; or a prefix cache that was kept over an update of the weights",
+        fix="bound the age of what is trained; reset the engine's prefix cache at every update",
+    ),
+    Entry(
         code="too-few-to-judge",
         level="drift",
         severity="warning",

@@ -5,7 +5,7 @@ from typing import Literal, TypeAlias
 
 from rlbatch.errors import Severity
 
-Level: TypeAlias = Literal["reply", "storage", "sound", "scoring", "aligned", "drift"]
+Level: TypeAlias = Literal["reply", "storage", "sound", "scoring", "aligned", "drift", "ranks"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,7 +14,8 @@ class Entry:
 
     code: str
     level: Level
-    """Where it can be found: in a reply, a file, samples alone, a model, against it, or in the aggregate."""
+    """Where it can be found: in a reply, a file, samples alone, a model, against it, in the aggregate, or in
+    a group of ranks."""
     severity: Severity
     """Unless the finding says otherwise."""
     symptom: str

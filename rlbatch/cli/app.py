@@ -136,6 +136,49 @@ def convert(
 
 
 @app.command()
+@with_statement
+def drill(
+    paths: Paths,
+    model: Annotated[Path, typer.Option(help="Directory of the model that sampled, to score with.")],
+    statement: Statement,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer cases, in well under a minute.")] = False,
+    format: Annotated[str, typer.Option(**one_of(FORMATS))] = "terminal",
+    seed: Annotated[int, typer.Option(min=0, help="Decides rows, places and sizes.")] = 0,
+    noise_kld: Annotated[
+        float, typer.Option(min=0, max=1, help="KLD, nats, that the trainer's logits are moved by first.")
+    ] = 0.0,
+    tails: Annotated[str, typer.Option(help="Of that noise.", **one_of(("light", "heavy")))] = "light",
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
+    dtype: Annotated[str, typer.Option(help="Of the weights.", **one_of(DTYPES))] = "float32",
+) -> None:
+    """Plant every known fault into copies of good rollouts, in memory, and show what is said of each.
+
+    Ends with 0 where every fault is named, or at least seen, and clean rows are silent; with 1 where one is
+    missed or misnamed, or a clean row raises an error; with 2 on what cannot be used. The flags from --engine
+    on state what recorded JSON leaves open.
+    """
+    as_json = format == "json"
+    with _errors_told(as_json=as_json), LateProgress("drilling") as progress:
+        from rlbatch.cli.drill import drill as run_drill
+        from rlbatch.cli.drill import show_drill
+        from rlbatch.drill import Noise
+
+        tally = run_drill(
+            paths,
+            model,
+            statement,
+            noise=Noise(kld=noise_kld, tails="heavy" if tails == "heavy" else "light"),
+            quick=quick,
+            seed=seed,
+            on_progress=progress,
+            device=device,
+            dtype=dtype,
+        )
+    show_drill(tally, as_json=as_json)
+    raise typer.Exit(0 if tally.passed else 1)
+
+
+@app.command()
 def explain(
     code: Annotated[str | None, typer.Argument(show_default=False, help="Without it, all codes.")] = None,
 ) -> None:

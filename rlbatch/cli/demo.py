@@ -1,6 +1,7 @@
-"""`rlbatch demo`: real rollouts from the package, sound as they are, then spoilt in every known way.
+"""`rlbatch demo`: the drill's small form, on real rollouts from the package.
 
-The stored samples have their trainer logprobs with them (as `proximal_logprobs`), so no model is needed.
+The stored samples have their trainer logprobs with them (as `proximal_logprobs`), so no model is needed, and
+faults that take one are left to `rlbatch drill`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -8,16 +9,33 @@ from importlib.resources import as_file, files
 
 import numpy as np
 
-from rlbatch.alignment import Judge, measure
-from rlbatch.collate import collate
-from rlbatch.errors import Finding, render
-from rlbatch.faults import FAULTS, Fault
-from rlbatch.records import Origin, Sample
-from rlbatch.soundness import check_sound
+from rlbatch.drill import findings_of
+from rlbatch.errors import Finding, RecordError, render
+from rlbatch.faults import FAULTS, Fault, Scored
+from rlbatch.records import Sample
 from rlbatch.storage import open_reader
 
 DATA = "demo.safetensors"
 SEED = 0
+ROWS_TOGETHER = 8
+
+
+class StoredTrainer:
+    """Answers with what is stored."""
+
+    vocab_size: int | None = None
+
+    def __call__(self, sample: Sample) -> Scored:
+        """The sample with its `proximal_logprobs`; without logits.
+
+        Raises:
+            RecordError: it has none.
+        """
+        if sample.proximal_logprobs is None:
+            raise RecordError(f"demo: expected proximal_logprobs in sample {sample.sample_id!r}, found none")
+        no_logits = np.empty((len(sample), 0), np.float32)
+        logprobs = sample.proximal_logprobs.astype(np.float64)
+        return Scored(sample=sample, trainer_logprobs=logprobs, logits=no_logits)
 
 
 def run() -> Iterator[tuple[str, bool]]:
@@ -31,7 +49,8 @@ def run() -> Iterator[tuple[str, bool]]:
         not findings,
     )
     for fault in FAULTS.values():
-        yield _planted(fault, samples)
+        if not fault.rescored:
+            yield _planted(fault, samples)
 
 
 def load() -> list[Sample]:
@@ -41,23 +60,15 @@ def load() -> list[Sample]:
 
 
 def judge(samples: Sequence[Sample]) -> tuple[Finding, ...]:
-    """What training on the samples would be told: first without the trainer's logprobs, then with them."""
-    origins = [Origin(path=None, index=index) for index in range(len(samples))]
-    findings = check_sound(samples, purpose="train", origins=origins)
-    faulty = {found.where.sample for found in findings if found.severity == "error"}
-    whole = [pair for pair in zip(samples, origins, strict=True) if pair[1].index not in faulty]
-    if not whole:
-        return findings
-    batch = collate([sample for sample, _ in whole], layout="padded", origins=[origin for _, origin in whole])
-    if batch.proximal_logprobs is None:
-        return findings
-    judging = Judge(trainer_version=None)
-    judging.add(measure(batch, batch.proximal_logprobs))
-    return (*findings, *judging.verdict().findings)
+    """What training on the samples would be told."""
+    return findings_of(samples, StoredTrainer(), layout="padded")
 
 
 def _planted(fault: Fault, samples: Sequence[Sample]) -> tuple[str, bool]:
-    findings = judge(fault.plant(samples, np.random.default_rng(SEED)))
+    # Rows that trade places are those of one small batch, and must be long enough to be told apart.
+    by_length = sorted(samples, key=len, reverse=True)
+    rows = by_length[:ROWS_TOGETHER] if fault.together else samples
+    findings = judge(fault.plant(rows, np.random.default_rng(SEED)))
     named = [found for found in findings if found.code == fault.code]
     heading = f"planted: {fault.code}. {fault.story}"
     if not named:

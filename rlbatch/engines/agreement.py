@@ -84,34 +84,52 @@ def check_count(label: str, name: str, said: int | None, counted: int) -> None:
     """Refuse a count that is not the length of what it counts.
 
     Raises:
-        ReplyError: statement-contradicted.
+        ReplyError: usage-mismatch.
     """
     if said is not None and said != counted:
         raise refusal(
-            "statement-contradicted",
+            "usage-mismatch",
             f"{name} equal to the number of ids",
             f"{label}: {name} is {said}, the lists have {counted} ids",
         )
 
 
-def check_text(label: str, text: str | None, strings: Sequence[str]) -> None:
-    """Every character of the text comes from a token's string, in order.
-
-    Not the other way round: stop strings, special tokens and spaces may be left out of the text. Where
-    strings stand for bytes they do not say the text.
+def check_cached(label: str, cached: int | None, num_prompt: int) -> None:
+    """Refuse more tokens of the prompt from a cache than the prompt has; which they were is not said.
 
     Raises:
         ReplyError: statement-contradicted.
     """
+    if cached is not None and not 0 <= cached <= num_prompt:
+        raise refusal(
+            "statement-contradicted",
+            f"cached_tokens among the prompt's {num_prompt}",
+            f"{label}: cached_tokens is {cached}",
+        )
+
+
+def check_text(label: str, text: str | None, strings: Sequence[str]) -> None:
+    """Refuse a text that is not made of the tokens' strings.
+
+    Raises:
+        ReplyError: text-mismatch.
+    """
     joined = "".join(strings)
-    if not text or not strings or joined.startswith(text):
-        return
-    if any(sign in joined + text for sign in _BYTE_SIGNS):
-        return
-    rest = iter("".join(joined.split()))
-    if not all(character in rest for character in "".join(text.split())):
+    if text and strings and not is_made_of(text, joined):
         found = f"{label}: a text of {len(text)} characters, {len(joined)} in the tokens' strings"
-        raise refusal("statement-contradicted", "a text that is made of the tokens' strings", found)
+        raise refusal("text-mismatch", "a text that is made of the tokens' strings", found)
+
+
+def is_made_of(text: str, joined: str) -> bool:
+    """Whether every character of the text comes from the tokens' strings, in order.
+
+    Not the other way round: stop strings, special tokens and spaces may be left out of the text. Where
+    strings stand for bytes they do not say the text, and nothing is denied.
+    """
+    if joined.startswith(text) or any(sign in joined + text for sign in _BYTE_SIGNS):
+        return True
+    rest = iter("".join(joined.split()))
+    return all(character in rest for character in "".join(text.split()))
 
 
 def _agreed(

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from rlbatch.engines.agreement import (
     agreed_ids,
     agreed_logprobs,
+    check_cached,
     check_count,
     check_text,
     refusal,
@@ -19,6 +20,7 @@ from rlbatch.engines.body import chunk_refusal, decode
 from rlbatch.engines.body import refusal as body_refusal
 from rlbatch.engines.fireworks_reply import Body, Choice, Entry, places_of, text_of
 from rlbatch.engines.fireworks_request import Echo, echo_of, request_contradictions, request_prompts
+from rlbatch.engines.fireworks_routing import read_matrices
 from rlbatch.engines.output import EngineOutput
 from rlbatch.engines.request import asks_for
 from rlbatch.errors import ReplyError
@@ -32,7 +34,8 @@ def read_reply(
 
     Raises:
         ReplyError: reply-malformed, reply-error-body, route-unsupported (a stream), ids-missing,
-            logprobs-missing, length-mismatch, routing-unreadable or statement-contradicted.
+            logprobs-missing, length-mismatch, routing-unreadable, routed-experts-malformed,
+            routed-experts-mismatch or statement-contradicted.
     """
     body = decode(payload, Body)
     if body.choices is None or body.error is not None:
@@ -67,7 +70,6 @@ def _output(
     if choice.finish_reason is None:
         raise chunk_refusal(f"{label} has no finish_reason, as in a chunk")
     _check_entries(choice)
-    _check_routing(body, choice)
     prompt = _prompt_ids(body, choice, asked)
     ids = _completion_ids(choice)
     raw, sampling = _logprobs(choice)
@@ -75,6 +77,14 @@ def _output(
     num_echoed = _num_echoed(label, ids, prompt, echo)
     if num_echoed:
         _check_echo(label, num_echoed, len(ids), raw, sampling)
+    experts, start = read_matrices(
+        body,
+        choice,
+        shape=provenance.routing_shape,
+        num_prompt=len(prompt or ()),
+        num_echoed=num_echoed,
+        num_ids=len(ids),
+    )
     # With several choices the counts are sums, which say nothing of one turn.
     counts = body.usage if len(body.choices or ()) == 1 else None
     return EngineOutput(
@@ -89,6 +99,8 @@ def _output(
         else Usage(num_prompt_tokens=counts.prompt_tokens, num_completion_tokens=counts.completion_tokens),
         text=text_of(choice),
         request_id=body.id,
+        routed_experts=experts,
+        routed_experts_start=start,
     )
 
 
@@ -202,23 +214,6 @@ def _differs(entry: Entry) -> bool:
     )
 
 
-def _check_routing(body: Body, choice: Choice) -> None:
-    """Refuse routing data: neither the inline rows nor the files say their layout."""
-    rows = [
-        entry.routing_matrix
-        for logprobs in places_of(choice).values()
-        for entry in logprobs.content or ()
-        if entry.routing_matrix
-    ]
-    by_reference = choice.routing_references is not None or body.routing_references is not None
-    if rows and by_reference:
-        found = f"{choice.label}: {len(rows)} rows inline, and references"
-        raise refusal("statement-contradicted", "routing data inline or by reference, not both", found)
-    if rows or by_reference:
-        form = "references to files" if by_reference else f"{len(rows)} encoded rows inline"
-        raise refusal("routing-unreadable", "no routing data", f"{choice.label}: {form}")
-
-
 def _check_usage(body: Body, outputs: list[EngineOutput], *, num_prompts: int | None) -> None:
     """Counts of the reply against its lists; lists of unequal lengths are for `to_turn` to say."""
     usage = body.usage
@@ -233,3 +228,4 @@ def _check_usage(body: Body, outputs: list[EngineOutput], *, num_prompts: int | 
         num_prompt = sum(len(output.prompt_token_ids or ()) for output in firsts)
         check_count("the reply", "usage.prompt_tokens", usage.prompt_tokens, num_prompt)
         check_count("the reply", "usage.total_tokens", usage.total_tokens, num_prompt + num_completion)
+        check_cached("the reply", usage.cached_tokens, num_prompt)

@@ -82,12 +82,24 @@ class Choice(msgspec.Struct, gc=False):
         return f"choice {self.index}"
 
 
+class PromptDetails(msgspec.Struct, gc=False):
+    """What `usage` says of the prompt's tokens."""
+
+    cached_tokens: int | None = None
+
+
 class Counts(msgspec.Struct, gc=False):
     """The reply's `usage`."""
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     total_tokens: int | None = None
+    prompt_tokens_details: PromptDetails | None = None
+
+    @property
+    def cached_tokens(self) -> int | None:
+        """Tokens of the prompt that came from a cache; None where unsaid."""
+        return None if self.prompt_tokens_details is None else self.prompt_tokens_details.cached_tokens
 
 
 class Body(msgspec.Struct, gc=False):

@@ -46,10 +46,7 @@ def request_contradictions(request: Mapping[str, object] | None, provenance: Pro
     """Every statement of the request that the provenance denies, or cannot make."""
     if request is None:
         return []
-    response_format = request.get("response_format")
-    if isinstance(response_format, Mapping) and response_format.get("type") == "grammar":
-        request = {**request, "structured_outputs": True}
-    found = contradictions(request, _route_of(request), provenance)
+    found = contradictions(sampling_fields(request), _route_of(request), provenance)
     for name in _UNSTATED:
         if request.get(name) is not None:
             found.append(
@@ -60,6 +57,18 @@ def request_contradictions(request: Mapping[str, object] | None, provenance: Pro
                 )
             )
     return found
+
+
+def sampling_fields(request: Mapping[str, object]) -> Mapping[str, object]:
+    """The request, with its grammar under a name of vLLM's.
+
+    Example:
+        {"response_format": {"type": "grammar", ...}} -> the same with structured_outputs True
+    """
+    response_format = request.get("response_format")
+    if isinstance(response_format, Mapping) and response_format.get("type") == "grammar":
+        return {**request, "structured_outputs": True}
+    return request
 
 
 def _route_of(request: Mapping[str, object]) -> Route:

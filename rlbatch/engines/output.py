@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlbatch.catalogue import finding
+from rlbatch.engines.lengths import why_unequal
 from rlbatch.errors import Finding, ReplyError, Where
 from rlbatch.records import FINISH_REASONS, FinishReason, Provenance, Turn, Usage, VersionSpan
 
@@ -68,11 +69,13 @@ def to_turn(output: EngineOutput, provenance: Provenance) -> Turn:
     """
     completion = _completion_ids(output)
     prompt = _prompt_ids(output)
-    values = _logprobs(output, output.logprobs, num_prompt=len(prompt), num_ids=len(completion))
+    _check_length(output, output.logprobs, provenance)
+    values = _logprobs(output, output.logprobs, num_ids=len(completion))
     behaviour = provenance.gives_behaviour_logprobs
     raw = None if behaviour else values
     if output.raw_logprobs is not None:
-        raw = _logprobs(output, output.raw_logprobs, num_prompt=len(prompt), num_ids=len(completion))
+        _check_length(output, output.raw_logprobs, provenance)
+        raw = _logprobs(output, output.raw_logprobs, num_ids=len(completion))
     return Turn(
         prompt_token_ids=_int32(prompt),
         completion_token_ids=_int32(completion),
@@ -105,14 +108,12 @@ def _prompt_ids(output: EngineOutput) -> Sequence[int]:
 
 
 def _logprobs(
-    output: EngineOutput, reported: Sequence[float | None] | None, *, num_prompt: int, num_ids: int
+    output: EngineOutput, reported: Sequence[float | None] | None, *, num_ids: int
 ) -> NDArray[np.float32]:
     """[C] float32 nats, every one of them reported and finite."""
     if reported is None and num_ids:
         raise _refusal(output, "logprobs-missing", f"{num_ids} logprobs, one a sampled id", "no logprobs")
     values = reported or ()
-    if len(values) != num_ids:
-        raise _length_refusal(output, num_values=len(values), num_prompt=num_prompt, num_ids=num_ids)
     try:
         # `array` takes no None, where numpy would make it NaN; and it is the faster way from a list.
         doubles = np.frombuffer(array("d", values), np.float64)  # type: ignore[type-var]
@@ -138,14 +139,25 @@ def _finite(output: EngineOutput, values: NDArray[np.float64]) -> NDArray[np.flo
     return narrow
 
 
-def _length_refusal(output: EngineOutput, *, num_values: int, num_prompt: int, num_ids: int) -> ReplyError:
-    difference = num_values - num_ids
+def _check_length(
+    output: EngineOutput, reported: Sequence[float | None] | None, provenance: Provenance
+) -> None:
+    """Refuse another number of logprobs than ids; that there are none at all is for `_logprobs` to say."""
+    if reported is None:
+        return
+    prompt, ids = _prompt_ids(output), _completion_ids(output)
+    difference = len(reported) - len(ids)
+    if not difference:
+        return
     side = "logprobs" if difference > 0 else "ids"
-    found = f"{num_values} logprobs for {num_ids} ids: {abs(difference)} {side} too many"
-    if difference == num_prompt:
+    found = f"{len(reported)} logprobs for {len(ids)} ids: {abs(difference)} {side} too many"
+    if difference == len(prompt):
         found += ", which is the length of the prompt"
-        return _refusal(output, "echo-unsupported", "logprobs of the completion alone", found)
-    return _refusal(output, "length-mismatch", "one logprob for each sampled id", found)
+        raise _refusal(output, "echo-unsupported", "logprobs of the completion alone", found)
+    stop_ids, stopped = provenance.eos_token_ids, output.finish_reason == "stop"
+    why = why_unequal(prompt, ids, reported, stop_ids=stop_ids, stopped=stopped)
+    found += f"; {why}" if why else ""
+    raise _refusal(output, "length-mismatch", "one logprob for each sampled id", found)
 
 
 def _finish_reason(output: EngineOutput) -> FinishReason | None:

@@ -77,6 +77,12 @@ def asks_for(request: Mapping[str, object] | None, name: str) -> bool:
     return request is not None and bool(request.get(name))
 
 
+def asked_number(request: Mapping[str, object] | None, name: str) -> int | None:
+    """The whole number that the request gives here, e.g. for `max_tokens`; None where it gives none."""
+    value = None if request is None else request.get(name)
+    return value if _is_int(value) else None
+
+
 def routing_request(request: Mapping[str, object] | None, route: Route) -> Mapping[str, object] | None:
     """The fields among which `routed_experts_prompt_start` is, where a request is at hand."""
     return None if request is None else _sampling_fields(request, route)

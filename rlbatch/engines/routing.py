@@ -20,6 +20,8 @@ from rlbatch.records import EXPERT_DTYPES
 
 MAX_BASE64_CHARS = 256 * 2**20
 
+_WANTED = "base64 of an npy array [rows, layers, experts a token]: uint8, uint16 or int32, none negative"
+
 _MAGIC = b"\x93NUMPY\x01\x00"
 _HEADER = re.compile(
     rb"\{'descr': '([|<](?:u1|u2|i4))', 'fortran_order': False, "
@@ -80,15 +82,27 @@ def routing_start(
     )
 
 
+def base64_bytes(value: object, *, label: str, expected: str) -> bytes:
+    """What base64 text stands for; nothing in it is skipped.
+
+    Raises:
+        ReplyError: routed-experts-malformed.
+    """
+    found = "text that is not base64"
+    if not isinstance(value, str):
+        found = f"a {type(value).__name__}"
+    elif len(value) > MAX_BASE64_CHARS:
+        found = "too much text"
+    else:
+        try:
+            return binascii.a2b_base64(value.encode("ascii"), strict_mode=True)
+        except (binascii.Error, UnicodeEncodeError):
+            pass
+    raise ReplyError.of(finding("routed-experts-malformed", expected=expected, found=f"{label}: {found}"))
+
+
 def _decode(value: object, label: str) -> NDArray[np.integer]:
-    if not isinstance(value, str) or len(value) > MAX_BASE64_CHARS:
-        raise _malformed(
-            label, f"a {type(value).__name__}" if not isinstance(value, str) else "too much text"
-        )
-    try:
-        raw = binascii.a2b_base64(value.encode("ascii"), strict_mode=True)
-    except (binascii.Error, UnicodeEncodeError):
-        raise _malformed(label, "text that is not base64") from None
+    raw = base64_bytes(value, label=label, expected=_WANTED)
     start = len(_MAGIC) + 2
     header_end = start + int.from_bytes(raw[len(_MAGIC) : start], "little")
     header = _HEADER.fullmatch(raw[start:header_end])
@@ -109,5 +123,4 @@ def _shown(asked: object) -> str:
 
 
 def _malformed(label: str, found: str) -> ReplyError:
-    expected = "base64 of an npy array [rows, layers, experts a token]: uint8, uint16 or int32, none negative"
-    return ReplyError.of(finding("routed-experts-malformed", expected=expected, found=f"{label}: {found}"))
+    return ReplyError.of(finding("routed-experts-malformed", expected=_WANTED, found=f"{label}: {found}"))

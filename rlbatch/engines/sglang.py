@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from rlbatch.engines.agreement import check_text, refusal, sent_prompts
+from rlbatch.engines.agreement import check_cached, check_text, refusal, sent_prompts
 from rlbatch.engines.body import chunk_refusal
 from rlbatch.engines.output import EngineOutput
 from rlbatch.engines.request import asks_for
@@ -173,7 +173,9 @@ def _check_counts(
     for name, (said, num) in counted.items():
         if said is not None and num is not None and said != num:
             found = f"{label}: {name} is {said}, the list has {num}"
-            raise refusal("statement-contradicted", f"meta_info.{name} equal to the list it counts", found)
+            raise refusal("usage-mismatch", f"meta_info.{name} equal to the list it counts", found)
+    if prompt is not None:
+        check_cached(label, meta.cached_tokens, len(prompt))
 
 
 def _check_top(label: str, tops: list[list[Row] | None] | None, rows: list[Row] | None) -> None:

@@ -51,6 +51,8 @@ class Meta(msgspec.Struct, gc=False):
     finish_reason: Finish | None = None
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
+    cached_tokens: int | None = None
+    """Of the prompt's, those that came from a cache."""
     output_token_logprobs: list[Row] | None = None
     output_token_logprobs_length: int | None = None
     output_top_logprobs: list[list[Row] | None] | None = None

@@ -37,6 +37,18 @@ def request_contradictions(request: Mapping[str, object] | None, provenance: Pro
     return found
 
 
+def sampling_fields(request: Mapping[str, object]) -> Mapping[str, object] | None:
+    """How the request draws tokens, under vLLM's names; None where each prompt has parameters of its own.
+
+    Example:
+        {"sampling_params": {"temperature": 0.7, "min_new_tokens": 2}} -> temperature 0.7, min_tokens 2
+    """
+    sampling = request.get("sampling_params")
+    if sampling is not None and not isinstance(sampling, Mapping):
+        return None
+    return _as_completions(request, sampling or {})
+
+
 def _each_sampling(request: Mapping[str, object]) -> Sequence[Mapping[str, object]]:
     """The sampling parameters: one object for all prompts, or a list with one for each."""
     sampling = request.get("sampling_params")

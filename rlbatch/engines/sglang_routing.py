@@ -6,15 +6,16 @@ The reply says neither L nor K, and a product does not tell them apart; `start` 
 `routed_experts_start_len`, or follows from the count. Knows nothing of the rest of a reply.
 """
 
-import binascii
 from collections.abc import Mapping
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlbatch.engines.agreement import refusal
-from rlbatch.engines.routing import MAX_BASE64_CHARS, routing_start
+from rlbatch.engines.routing import base64_bytes, routing_start
 from rlbatch.errors import ReplyError
+
+_WANTED = "base64 of int32 rows [layers, experts a token], none negative"
 
 _ITEM_SIZE = np.dtype(np.int32).itemsize
 
@@ -61,7 +62,7 @@ def read_flat_routing(
 def _rows(value: object, shape: tuple[int, int], label: str) -> NDArray[np.int32]:
     """[rows, L, K] of the buffer, whose length is a whole number of rows."""
     num_layers, num_experts = shape
-    raw = _decoded(value, label)
+    raw = base64_bytes(value, label=label, expected=_WANTED)
     if not raw or len(raw) % (num_layers * num_experts * _ITEM_SIZE):
         raise _malformed(label, f"{len(raw)} bytes, no whole rows of {num_layers} x {num_experts}")
     rows = np.frombuffer(raw, np.dtype("<i4")).reshape(-1, num_layers, num_experts).astype(np.int32)
@@ -70,16 +71,5 @@ def _rows(value: object, shape: tuple[int, int], label: str) -> NDArray[np.int32
     return rows
 
 
-def _decoded(value: object, label: str) -> bytes:
-    if not isinstance(value, str) or len(value) > MAX_BASE64_CHARS:
-        found = f"a {type(value).__name__}" if not isinstance(value, str) else "too much text"
-        raise _malformed(label, found)
-    try:
-        return binascii.a2b_base64(value.encode("ascii"), strict_mode=True)
-    except (binascii.Error, UnicodeEncodeError):
-        raise _malformed(label, "text that is not base64") from None
-
-
 def _malformed(label: str, found: str) -> ReplyError:
-    expected = "base64 of int32 rows [layers, experts a token], none negative"
-    return refusal("routed-experts-malformed", expected, f"{label}: {found}")
+    return refusal("routed-experts-malformed", _WANTED, f"{label}: {found}")

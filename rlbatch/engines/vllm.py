@@ -10,14 +10,14 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from rlbatch.engines.agreement import check_cached, sent_prompts
 from rlbatch.engines.agreement import refusal as refuse
-from rlbatch.engines.agreement import sent_prompts
 from rlbatch.engines.body import chunk_refusal, decode, refusal
 from rlbatch.engines.output import EngineOutput
 from rlbatch.engines.request import Prompts, Route, asks_for, contradictions, read_prompts, routing_request
 from rlbatch.engines.routing import read_routing, routing_start
 from rlbatch.engines.vllm_object import body_of, is_request_output
-from rlbatch.engines.vllm_reply import Body, Choice, Counts, route_of, spans_of, text_of
+from rlbatch.engines.vllm_reply import Body, Choice, Counts, UnreadBody, route_of, spans_of, text_of
 from rlbatch.engines.vllm_rows import Rows, rows_of
 from rlbatch.errors import ReplyError
 from rlbatch.records import Provenance, Usage
@@ -36,7 +36,8 @@ def read_reply(
     """
     if is_request_output(payload):
         return outputs_of(body_of(payload), "generate", request, provenance)
-    body = decode(payload, Body)
+    # Of JSON the alternatives are read last, and some at a time.
+    body = decode(payload, Body if isinstance(payload, Mapping) else UnreadBody)
     route = route_of(body)
     if body.choices is None or body.error is not None or route is None:
         raise refusal(payload, complaint="an object that has no `choices`, or an unknown `object`")
@@ -126,7 +127,7 @@ def _routing(
     return experts[:num_rows], start
 
 
-def _check_whole(body: Body, choices: list[Choice], request: Mapping[str, object] | None) -> None:
+def _check_whole(body: Body, choices: Sequence[Choice], request: Mapping[str, object] | None) -> None:
     """Refuse a chunk of a stream, whose tokens are part of a completion's."""
     if asks_for(request, "stream"):
         raise chunk_refusal("the request set stream=true")
@@ -138,7 +139,7 @@ def _check_whole(body: Body, choices: list[Choice], request: Mapping[str, object
             raise chunk_refusal(f"{choice.label} has no finish_reason, as in a chunk")
 
 
-def _in_order(choices: list[Choice]) -> list[Choice]:
+def _in_order(choices: Sequence[Choice]) -> list[Choice]:
     ordered = sorted(choices, key=lambda choice: choice.index)
     if not ordered:
         raise refuse("reply-malformed", "at least one choice", "an empty list of choices")
@@ -189,6 +190,7 @@ def _check_usage(
         num_prompt_ids = sum(len(output.prompt_token_ids or ()) for output in firsts)
         _check_count("prompt_tokens", usage.prompt_tokens, num_prompt_ids)
         _check_count("total_tokens", usage.total_tokens, num_prompt_ids + num_ids)
+        check_cached("the reply", usage.cached_tokens, num_prompt_ids)
 
 
 def _uneven(output: EngineOutput) -> bool:
@@ -198,4 +200,4 @@ def _uneven(output: EngineOutput) -> bool:
 def _check_count(name: str, said: int | None, counted: int) -> None:
     if said is not None and said != counted:
         expected = f"usage.{name} equal to the number of ids"
-        raise refuse("statement-contradicted", expected, f"{name} is {said}, the lists have {counted} ids")
+        raise refuse("usage-mismatch", expected, f"{name} is {said}, the lists have {counted} ids")

@@ -13,13 +13,14 @@ of the whole completion. Recorded from vLLM 0.32.0.
 import msgspec
 
 from rlbatch.engines.body import TokenId
-from rlbatch.engines.vllm_reply import Counts, Logprobs, Message, Span
+from rlbatch.engines.vllm_reply import Counts, Logprobs, Message, Span, TopLogprobs
 
 
 class ChunkLogprobs(Logprobs, gc=False):
-    """With the one thing that only a stream needs."""
+    """With the one thing that only a stream needs; alternatives are few enough to be read at once."""
 
     text_offset: list[int] | None = None
+    top_logprobs: TopLogprobs | None = None
 
 
 class ChunkChoice(msgspec.Struct, gc=False):

@@ -6,10 +6,11 @@
     generate     prompt_token_ids, or null    choice.token_ids   logprobs.content[].logprob, .token_id
 
 With return_tokens_as_token_ids the token's strings are `token_id:572`; older generate replies have those in
-`content[].token`, and lack usage and weight_versions. Fields that are not needed are skipped by the decoder.
-So are `text_offset`, which counts the characters of such strings, and completions' `top_logprobs`, whose keys
-are text that several tokens may share. Judges nothing. Recorded from vLLM 0.32.0.
+`content[].token`, and lack usage and weight_versions. Fields that are not needed are skipped by the decoder;
+so is `text_offset`, which counts the characters of such strings. Judges nothing. Recorded from vLLM 0.32.0.
 """
+
+from collections.abc import Sequence
 
 import msgspec
 
@@ -45,12 +46,17 @@ PromptLogprobs = list[dict[str, Ranked] | None]
 """[P]: null for the first token; else by id, as text, the token's own and the best alternatives."""
 
 
+TopLogprobs = list[dict[str, float | None] | None]
+"""Of completions: by the token's string, the sampled token and the best alternatives; null beside a null."""
+
+
 class Logprobs(msgspec.Struct, gc=False):
-    """`token_logprobs` and `tokens` are of completions, `content` of the other two."""
+    """`content` is of chat and generate, the others are of completions."""
 
     token_logprobs: list[float | None] | None = None
     tokens: list[str] | None = None
     content: list[Entry] | None = None
+    top_logprobs: TopLogprobs | msgspec.Raw | None = None
 
 
 class Message(msgspec.Struct, gc=False):
@@ -97,18 +103,42 @@ class Choice(msgspec.Struct, gc=False):
         return f"choice {self.index}"
 
 
+class UnreadLogprobs(Logprobs, gc=False):
+    """Of JSON: `top_logprobs` as it stands there, to be read some at a time; empty where there is none."""
+
+    top_logprobs: msgspec.Raw = msgspec.Raw()
+
+
+class UnreadChoice(Choice, gc=False):
+    """Of JSON."""
+
+    logprobs: UnreadLogprobs | None = None
+
+
+class PromptDetails(msgspec.Struct, gc=False):
+    """What `usage` says of the prompt's tokens."""
+
+    cached_tokens: int | None = None
+
+
 class Counts(msgspec.Struct, gc=False):
     """The reply's `usage`: the completion's tokens summed over choices, each prompt's counted once."""
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     total_tokens: int | None = None
+    prompt_tokens_details: PromptDetails | None = None
+
+    @property
+    def cached_tokens(self) -> int | None:
+        """Tokens of the prompt that came from a cache; None where unsaid."""
+        return None if self.prompt_tokens_details is None else self.prompt_tokens_details.cached_tokens
 
 
 class Body(msgspec.Struct, gc=False):
     """A reply of any of the three routes; `choices` is None where the body is something else."""
 
-    choices: list[Choice] | None = None
+    choices: Sequence[Choice] | None = None
     kind: str | None = msgspec.field(name="object", default=None)
     id: str | None = None
     request_id: str | None = None
@@ -117,6 +147,12 @@ class Body(msgspec.Struct, gc=False):
     prompt_logprobs: PromptLogprobs | None = None
     usage: Counts | None = None
     error: object = None
+
+
+class UnreadBody(Body, gc=False):
+    """Of JSON."""
+
+    choices: list[UnreadChoice] | None = None
 
 
 def route_of(body: Body) -> Route | None:

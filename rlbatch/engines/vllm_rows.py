@@ -16,19 +16,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rlbatch.engines.agreement import check_text, refusal
-from rlbatch.engines.request import Route, asks_for
+from rlbatch.engines.request import Route, asked_number, asks_for
+from rlbatch.engines.vllm_alternatives import check_alternatives
 from rlbatch.engines.vllm_reply import (
     TOKEN_ID_PREFIX,
     Choice,
-    Entry,
     PromptLogprobs,
     logprobs_of,
     spelt_ids_of,
     text_of,
 )
 from rlbatch.errors import ReplyError
-
-MAX_FLOAT32 = 3.4028234663852886e38
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,13 +67,14 @@ def rows_of(
     else:
         _check_prompt_logprobs(choice, prompt_logprobs, prompt_ids, request, echoed=None)
     ids = _ids(choice, spelt)
-    if len(values or ()) == len(ids):
+    unasked = num_echoed > 0 and not values and len(ids) == 1 and _asked_for_none(request)
+    if unasked or len(values or ()) == len(ids):
         # Where ids and logprobs are unequal, `to_turn` has more to say.
         _check_num_tokens(choice, num_rows)
         if not num_echoed:
             _check_text(choice)
-    _check_alternatives(choice)
-    if num_echoed and not values and len(ids) == 1 and _asked_for_none(request):
+        check_alternatives(choice, num_asked=asked_number(request, "logprobs"))
+    if unasked:
         return Rows(token_ids=[], logprobs=[], echoed=True, num_unasked=1)
     return Rows(token_ids=ids, logprobs=values, echoed=num_echoed > 0)
 
@@ -129,8 +128,7 @@ def _num_echoed(
 
 
 def _asked_for_none(request: Mapping[str, object] | None) -> bool:
-    asked = None if request is None else request.get("max_tokens")
-    return type(asked) is int and asked == 0
+    return asked_number(request, "max_tokens") == 0
 
 
 def _check_echo(
@@ -189,15 +187,6 @@ def _ids(choice: Choice, spelt: Sequence[int | None]) -> Sequence[int]:
     return choice.token_ids
 
 
-def _check_alternatives(choice: Choice) -> None:
-    """A sampled token that is among its own alternatives has one logprob, not two."""
-    entries = choice.logprobs.content if choice.logprobs is not None else None
-    for at, entry in enumerate(entries or ()):
-        if entry.top_logprobs and not _agrees(entry):
-            found = f"{choice.label}: it differs at sampled token {at}"
-            raise refusal("statement-contradicted", "the same logprob in top_logprobs", found)
-
-
 def _check_text(choice: Choice) -> None:
     """The tokens' strings make the text; strings that spell ids do not say it."""
     logprobs, text = choice.logprobs, text_of(choice)
@@ -206,19 +195,6 @@ def _check_text(choice: Choice) -> None:
     strings = logprobs.tokens or [entry.token for entry in logprobs.content or () if entry.token is not None]
     if not strings or not strings[0].startswith(TOKEN_ID_PREFIX):
         check_text(choice.label, text, strings)
-
-
-def _agrees(entry: Entry) -> bool:
-    if entry.logprob is None or not -MAX_FLOAT32 <= entry.logprob <= MAX_FLOAT32:
-        # `to_turn` names these.
-        return True
-    # Different tokens may share a text, in which case one of them is the sampled one.
-    same = [
-        other.logprob
-        for other in entry.top_logprobs or ()
-        if other.token_id == entry.token_id and other.token == entry.token
-    ]
-    return not same or entry.logprob in same
 
 
 def _disagreement(choice: Choice, kind: str, spelt: Sequence[int | None], ids: Sequence[int]) -> ReplyError:

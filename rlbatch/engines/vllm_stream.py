@@ -14,9 +14,10 @@ import msgspec
 from rlbatch.engines.agreement import refusal as refuse
 from rlbatch.engines.body import refusal
 from rlbatch.engines.output import EngineOutput
-from rlbatch.engines.request import Route, asks_for
+from rlbatch.engines.request import Route, asked_number, asks_for
 from rlbatch.engines.vllm import outputs_of
-from rlbatch.engines.vllm_chunk import Chunk, ChunkChoice
+from rlbatch.engines.vllm_alternatives import all_agree, check_drawn
+from rlbatch.engines.vllm_chunk import Chunk, ChunkChoice, ChunkLogprobs
 from rlbatch.engines.vllm_reply import Body, Choice, Counts, Entry, Logprobs, Message
 from rlbatch.errors import ReplyError
 from rlbatch.records import Provenance
@@ -82,6 +83,7 @@ class VllmStream:
                 "statement-contradicted", "a request with stream=true", "the request set stream=false"
             )
         self._request = request
+        self._num_asked = asked_number(request, "logprobs")
         self._provenance = provenance
         self._route: Route | None = None
         self._id: str | None = None
@@ -160,7 +162,7 @@ class VllmStream:
         counted = len(self._choices[index].ids)
         if usage.completion_tokens is not None and usage.completion_tokens != counted:
             found = f"choice {index}: {usage.completion_tokens} so far, the lists have {counted}"
-            raise refuse("statement-contradicted", "running usage equal to the number of ids", found)
+            raise refuse("usage-mismatch", "running usage equal to the number of ids", found)
 
     def _take(self, choice: ChunkChoice, data: bytes) -> None:
         state = self._choices.get(choice.index)
@@ -168,7 +170,10 @@ class VllmStream:
             state = self._choices[choice.index] = _Growing()
         if state.finished is not None:
             raise _disorder(choice, "nothing after a finish_reason", "another chunk")
-        _take_prompt(state, choice)
+        if choice.logprobs is not None and choice.logprobs.top_logprobs is not None:
+            _check_alternatives(choice, choice.logprobs, self._num_asked)
+        if choice.prompt_token_ids is not None or choice.delta is not None:
+            _take_prompt(state, choice)
         _take_text(state, choice)
         num_tokens = _take_tokens(state, choice, self._route == "completions")
         if num_tokens and state.last == data:
@@ -179,6 +184,16 @@ class VllmStream:
         elif choice.routed_experts is not None or choice.weight_versions is not None:
             found = "routed_experts or weight_versions before it"
             raise _disorder(choice, "statements of the whole completion with its finish_reason", found)
+
+
+def _check_alternatives(choice: ChunkChoice, logprobs: ChunkLogprobs, num_asked: int | None) -> None:
+    said, tokens, values = logprobs.top_logprobs or [], logprobs.tokens, logprobs.token_logprobs or []
+    if len(said) != len(values):
+        found = f"choice {choice.index}: {len(said)} beside {len(values)} logprobs in one chunk"
+        raise refuse("length-mismatch", "alternatives for each logprob", found)
+    # Of `tokens` the length is compared where they are taken.
+    if tokens is not None and len(tokens) == len(values) and not all_agree(said, tokens, values):
+        check_drawn(f"choice {choice.index}", said, tokens, values, num_asked=num_asked)
 
 
 def _take_prompt(state: _Growing, choice: ChunkChoice) -> None:

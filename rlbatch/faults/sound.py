@@ -57,10 +57,14 @@ def _modes_mixed(sample: Sample, rng: np.random.Generator) -> Sample:
     if not segments:
         return sample
     last = segments[-1]
+    stated = sample.provenances[last.turn]
+    raw = stated.logprobs_mode != "raw"
+    # Raw values are comparable where nothing was in force, and then no other fault is planted with this one.
+    if raw and not stated.sampling.neutral:
+        return sample
     turn = sample.turn.copy()
     turn[(last.start + last.stop) // 2 : last.stop] = len(sample.provenances)
-    stated = sample.provenances[last.turn]
-    other = replace(stated, logprobs_mode="raw" if stated.logprobs_mode == "processed" else "processed")
+    other = replace(stated, logprobs_mode="raw" if raw else "processed")
     return replace(sample, turn=turn, provenances=(*sample.provenances, other))
 
 
@@ -81,6 +85,28 @@ def _greedy_sampled(sample: Sample, rng: np.random.Generator) -> Sample:
 
 def _turn_prefix_broken(sample: Sample, rng: np.random.Generator) -> Sample:
     return replace(sample, sibling=sample.num_siblings, num_siblings=sample.num_siblings + 1)
+
+
+def _version_gap(sample: Sample, rng: np.random.Generator) -> Sample:
+    segments = long_segments(sample, min_length=3)
+    if not segments:
+        return sample
+    segment = segments[int(rng.integers(len(segments)))]
+    versions = np.where(sample.turn >= 0, np.int32(rng.integers(1, 9)), np.int32(-1))
+    start = int(rng.integers(segment.start + 1, segment.stop - 1))
+    versions[start : int(rng.integers(start + 1, segment.stop))] = -1
+    return replace(sample, policy_version=versions)
+
+
+def _version_mixed(sample: Sample, rng: np.random.Generator) -> Sample:
+    segments = long_segments(sample, min_length=2)
+    if not segments:
+        return sample
+    segment = segments[int(rng.integers(len(segments)))]
+    versions = np.where(sample.turn >= 0, np.int32(rng.integers(1, 9)), np.int32(-1))
+    at = int(rng.integers(segment.start + 1, segment.stop))
+    versions[at : segment.stop] += np.int32(rng.choice([-1, 1, 2]))
+    return replace(sample, policy_version=versions)
 
 
 SOUND = (
@@ -148,5 +174,15 @@ SOUND = (
         code="turn-prefix-broken",
         story="A chat template dropped the thinking of an earlier turn.",
         corrupt=_turn_prefix_broken,
+    ),
+    Fault(
+        code="version-gap",
+        story="The engine's spans leave out the tokens of one chunk.",
+        corrupt=_version_gap,
+    ),
+    Fault(
+        code="version-mixed",
+        story="Weights were updated while the turn was generated.",
+        corrupt=_version_mixed,
     ),
 )

@@ -6,6 +6,8 @@ Knows nothing of engines, files or tensors; numpy only.
 """
 
 from rlbatch.records.comparison import identical
+from rlbatch.records.layout import ALIGNS, LayoutArrays
+from rlbatch.records.media import MEDIA_DTYPES, MediaArray
 from rlbatch.records.provenance import (
     LOGPROBS_MODES,
     PURPOSES,
@@ -20,12 +22,16 @@ from rlbatch.records.token_fields import TOKEN_FIELDS, UNKNOWN_VERSION, Align, T
 from rlbatch.records.turn import FINISH_REASONS, FinishReason, Trajectory, Turn, Usage, VersionSpan
 
 __all__ = [
+    "ALIGNS",
     "Align",
     "EXPERT_DTYPES",
     "FINISH_REASONS",
     "FinishReason",
     "LOGPROBS_MODES",
+    "LayoutArrays",
     "LogprobsMode",
+    "MEDIA_DTYPES",
+    "MediaArray",
     "Origin",
     "PURPOSES",
     "Provenance",

@@ -12,11 +12,16 @@ from rlbatch.errors import RecordError
 from rlbatch.records.structure import check_choice, check_scalar, check_text, keep_number, kind_of
 
 LogprobsMode: TypeAlias = Literal["processed", "raw", "unknown"]
-Purpose: TypeAlias = Literal["train", "audit"]
+Purpose: TypeAlias = Literal["train", "train-truncated", "audit"]
 
-PURPOSES: tuple[Purpose, ...] = ("train", "audit")
+PURPOSES: tuple[Purpose, ...] = ("train", "train-truncated", "audit")
+"""`train-truncated` is training that also takes tokens drawn from kept sets: it asks for trainer logprobs
+renormalised over the trainer's own, and for the loss that follows from them."""
 LOGPROBS_MODES: tuple[LogprobsMode, ...] = ("processed", "raw", "unknown")
 
+KEPT_SET_ENGINES = ("vllm",)
+"""Engines whose rule for kept sets the trainer follows: order, ties and the edge of a nucleus differ between
+engines. SGLang reports no logprobs after truncation at all."""
 
 _RANGES: Mapping[str, tuple[Callable[[float], bool], str]] = {
     "temperature": (
@@ -109,8 +114,10 @@ class Provenance:
     vocab_size: int | None = None
     """Ids that tokenizer and model know; one at or above it is an error. The head may have more rows."""
     eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+    """What every prompt begins with, once; None where the model has none, or nobody knows."""
     routing_shape: tuple[int, int] | None = None
-    """(layers, experts a token), for engines whose record of routed experts does not say it (SGLang)."""
+    """(layers, experts a token), where a record of routed experts does not say it (SGLang, Fireworks)."""
 
     def __post_init__(self) -> None:
         check_choice("Provenance.logprobs_mode", self.logprobs_mode, LOGPROBS_MODES)
@@ -124,6 +131,8 @@ class Provenance:
             if self.vocab_size < 1:
                 raise RecordError(f"Provenance.vocab_size: expected >= 1, found {self.vocab_size}")
         object.__setattr__(self, "eos_token_ids", tuple(int(token_id) for token_id in self.eos_token_ids))
+        if self.bos_token_id is not None:
+            check_scalar("Provenance.bos_token_id", self.bos_token_id, int)
         if self.routing_shape is not None:
             if not isinstance(self.routing_shape, Sequence):
                 kind = kind_of(self.routing_shape)
@@ -158,17 +167,34 @@ class Provenance:
         return self.gives_behaviour_logprobs
 
     @property
+    def keeps_set(self) -> bool:
+        """Behaviour logprobs renormalised over kept sets, which a trainer can find in its own logits."""
+        return (
+            self.engine in KEPT_SET_ENGINES
+            and self.logprobs_mode == "processed"
+            and self.sampling.truncated
+            and not self.sampling.reshaped
+        )
+
+    @property
     def auditable(self) -> bool:
         """Values that can be compared with a trainer's.
 
         Raw ones at temperature 1 whatever was in force, except a grammar: its mask reaches vLLM's raw values.
+        Those over kept sets where the trainer's can be taken over the same.
         """
         if self.logprobs_mode == "raw":
             return not self.sampling.structured_output
         if self.sampling.greedy:
             return self.logprobs_mode == "processed" and not self.sampling.reshaped
-        return self.trainable
+        return self.trainable or self.keeps_set
+
+    def renormalised(self, purpose: Purpose) -> bool:
+        """Whether the trainer's logprobs of the turn are taken over its kept sets for this purpose."""
+        return purpose != "train" and self.keeps_set
 
     def comparable(self, purpose: Purpose) -> bool:
         """Whether the turn's logprobs are judged against a trainer's for this purpose."""
-        return self.trainable if purpose == "train" else self.auditable
+        if purpose == "audit":
+            return self.auditable
+        return self.trainable or self.renormalised(purpose)

@@ -1,12 +1,14 @@
 """`Sample`: one trainable flat sequence, with the runs of sampled tokens in it, and where it came from."""
 
-from collections.abc import Sequence, Sized
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence, Sized
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlbatch.errors import RecordError
+from rlbatch.records.media import MediaArray, check_media
 from rlbatch.records.provenance import LogprobsMode, Provenance
 from rlbatch.records.structure import (
     check_choice,
@@ -19,7 +21,7 @@ from rlbatch.records.structure import (
     keep_number,
     kind_of,
 )
-from rlbatch.records.token_fields import TOKEN_FIELDS
+from rlbatch.records.token_fields import TOKEN_FIELDS, UNKNOWN_VERSION
 from rlbatch.records.turn import FINISH_REASONS, FinishReason
 
 MAX_SIBLINGS = 2**63 - 1
@@ -54,6 +56,8 @@ class Sample:
     routed_experts: NDArray[np.integer] | None = None
     """[T-1, L, K], as the engine counts experts; row t is the pass over token t, which predicts token t + 1.
     Not one of `TOKEN_FIELDS`: the last token was never passed through."""
+    media: tuple[MediaArray, ...] = ()
+    """Inputs besides tokens, each name once; such samples are not packed."""
     sample_id: str
     trajectory_id: str
     group_id: str | None = None
@@ -66,6 +70,12 @@ class Sample:
     """Indexed by `turn`."""
     finish_reasons: tuple[FinishReason | None, ...] = ()
     """Indexed by `turn`; empty where nobody said."""
+    segments: "tuple[Segment, ...]" = field(init=False, repr=False)
+    """Its runs of sampled tokens of one turn each, in order. Found once, where it is made."""
+    segment_versions: tuple[int, ...] = field(init=False, repr=False)
+    """[G] the one version that drew each segment; -1 where unknown or more than one."""
+    num_loss_tokens: int = field(init=False, repr=False)
+    """Trained tokens, but for token 0, which nothing predicts."""
 
     def __post_init__(self) -> None:
         for spec in TOKEN_FIELDS:
@@ -75,10 +85,31 @@ class Sample:
             check_length(self, spec.name, len(self.token_ids))
         if self.routed_experts is not None:
             freeze_experts(self, "routed_experts", len(self.token_ids) - 1)
+        object.__setattr__(self, "media", tuple(self.media))
+        check_media(self.media)
         object.__setattr__(self, "provenances", tuple(self.provenances))
         object.__setattr__(self, "finish_reasons", tuple(self.finish_reasons))
         self._check_names()
         self._check_tokens()
+        self._derive()
+
+    @classmethod
+    def unchecked(cls, fields: Mapping[str, Any]) -> "Sample":
+        """A sample of all its fields, derived ones too, which were checked for many samples at once.
+
+        Arrays are read-only, and of the dtypes and lengths of `TOKEN_FIELDS`.
+        """
+        sample = object.__new__(cls)
+        for name, value in fields.items():
+            object.__setattr__(sample, name, value)
+        return sample
+
+    def _derive(self) -> None:
+        segments = tuple(sampled_segments(self.turn))
+        versions = tuple(_one_version(self.policy_version[part.start : part.stop]) for part in segments)
+        object.__setattr__(self, "segments", segments)
+        object.__setattr__(self, "segment_versions", versions)
+        object.__setattr__(self, "num_loss_tokens", int(np.count_nonzero(self.loss_mask[1:])))
 
     def _check_names(self) -> None:
         check_text(self, "sample_id")
@@ -134,8 +165,8 @@ class Origin:
     """Its index in that file, or in the list at hand."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Segment:
+# A named tuple: a batch makes thousands, and frozen dataclasses took a tenth of collation's time.
+class Segment(NamedTuple):
     """One run of sampled tokens of one turn: the unit of every statistic and every verdict.
 
     In a `Sample` positions are tokens and `row` is 0; in a `Batch` they are the positions that predict those
@@ -174,6 +205,11 @@ def origins_of(samples: Sized, origins: Sequence[Origin] | None) -> Sequence[Ori
     return origins
 
 
+def _one_version(versions: NDArray[np.int32]) -> int:
+    first = versions[0]
+    return int(first) if (versions == first).all() else UNKNOWN_VERSION
+
+
 def sampled_segments(turn: NDArray[np.int16], *, row: int = 0) -> list[Segment]:
     """The runs of equal `turn` >= 0 in one row of [T] turn indices.
 
@@ -182,7 +218,7 @@ def sampled_segments(turn: NDArray[np.int16], *, row: int = 0) -> list[Segment]:
     """
     if not len(turn):
         return []
-    edges = (np.flatnonzero(np.diff(turn)) + 1).tolist()
+    edges = (np.flatnonzero(turn[1:] != turn[:-1]) + 1).tolist()
     starts, stops = [0, *edges], [*edges, len(turn)]
     return [
         Segment(row=row, start=start, stop=stop, turn=int(turn[start]))

@@ -19,7 +19,7 @@ def freeze(record: object, name: str, dtype: np.dtype[Any] | type[np.generic]) -
         raise RecordError(f"{label}: expected dtype {np.dtype(dtype)}, found {value.dtype}")
     if value.ndim != 1:
         raise RecordError(f"{label}: expected one dimension, found shape {list(value.shape)}")
-    _keep(record, name, value)
+    keep(record, name, value)
 
 
 EXPERT_DTYPES = (np.dtype(np.uint8), np.dtype(np.uint16), np.dtype(np.int32))
@@ -41,7 +41,7 @@ def freeze_experts(record: object, name: str, num_rows: int) -> None:
         )
     if value.dtype.kind == "i" and value.size and int(value.min()) < 0:
         raise RecordError(f"{label}: expected experts >= 0, found {int(value.min())}")
-    _keep(record, name, value)
+    keep(record, name, value)
 
 
 def _is_writeable(value: NDArray[Any]) -> bool:
@@ -54,7 +54,8 @@ def _is_writeable(value: NDArray[Any]) -> bool:
     return False
 
 
-def _keep(record: object, name: str, value: NDArray[Any]) -> None:
+def keep(record: object, name: str, value: NDArray[Any]) -> None:
+    """Store the array read-only."""
     # What the caller can still write is copied: it was checked now, and must stay as it was.
     kept = value.copy() if _is_writeable(value) else value.view()
     kept.flags.writeable = False

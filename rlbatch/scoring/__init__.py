@@ -7,12 +7,16 @@ across packed sequences when it is called in the obvious way, and many models ch
 
 from rlbatch.scoring.inputs import ModelInputs, model_inputs
 from rlbatch.scoring.isolation import require_packing_isolated
+from rlbatch.scoring.kept import kept_sets
 from rlbatch.scoring.logprobs import logprob_head, trainer_logprobs
 from rlbatch.scoring.model import load_model, model_vocab_size, tokenizer_fingerprint
+from rlbatch.scoring.suspects import logits_for
 
 __all__ = [
     "ModelInputs",
+    "kept_sets",
     "load_model",
+    "logits_for",
     "logprob_head",
     "model_inputs",
     "model_vocab_size",

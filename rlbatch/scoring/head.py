@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from rlbatch.batch import Batch
 from rlbatch.catalogue import finding
 from rlbatch.errors import ScoringError
+from rlbatch.scoring.kept import kept_sets
 from rlbatch.scoring.transforms import LogitTransform, model_name
 from rlbatch_kernels import linear_logprobs
 
@@ -62,6 +63,7 @@ def overridden(head: nn.Linear, forward: Callable[[Tensor], Tensor]) -> Iterator
 
 def logprob_forward(head: nn.Linear, batch: Batch, transform: LogitTransform) -> Callable[[Tensor], Tensor]:
     """A forward for `head`: hidden states [B, T, D] -> logprobs [B, T] float32 of the batch's targets."""
+    kept = kept_sets(batch)
 
     def forward(hidden: Tensor) -> Tensor:
         require_whole(head.weight)
@@ -82,6 +84,7 @@ def logprob_forward(head: nn.Linear, batch: Batch, transform: LogitTransform) ->
             bias=head.bias,
             logit_scale=transform.logit_scale,
             soft_cap=transform.soft_cap,
+            kept=kept,
         )
         # The op answers a float64 model in float64.
         return logprobs.float()

@@ -3,7 +3,7 @@
 Knows nothing of heads or logprobs.
 """
 
-from typing import Literal, NotRequired, TypedDict
+from typing import Literal, NotRequired, TypedDict, cast
 
 import torch
 from torch import Tensor
@@ -16,8 +16,9 @@ class ModelInputs(TypedDict):
 
     input_ids: Tensor
     """[B, T] int64."""
-    position_ids: Tensor
-    """[B, T] int64; a packed row is split into its sequences where they restart."""
+    position_ids: NotRequired[Tensor]
+    """[B, T] int64; a packed row is split into its sequences where they restart. Absent where the model
+    computes them from its media."""
     use_cache: Literal[False]
     attention_mask: NotRequired[Tensor]
     """[B, T] int64, 1 at tokens; absent when packed."""
@@ -33,13 +34,17 @@ def model_inputs(batch: Batch) -> ModelInputs:
         batch: padded or packed, on the model's device.
 
     Returns:
-        Arguments for `model(**inputs)`; tensors are the batch's own, apart from the mask.
+        Arguments for `model(**inputs)`, media under their own names; tensors are the batch's own, apart from
+        the mask.
 
     Example:
         packed, lengths 3 and 2: position_ids [[0, 1, 2, 0, 1]], use_cache False, no attention_mask
     """
-    inputs = ModelInputs(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False)
+    inputs = ModelInputs(input_ids=batch.input_ids, use_cache=False)
+    if batch.position_ids is not None:
+        inputs["position_ids"] = batch.position_ids
     if batch.attention_mask is not None:
         # 0 and 1 as tokenizers give it: some models compute with the mask, which bool does not allow.
         inputs["attention_mask"] = batch.attention_mask.to(torch.int64)
-    return inputs
+    # A model's media have names of its own, which no type here can list.
+    return cast(ModelInputs, {**inputs, **{part.name: part.values for part in batch.media}})

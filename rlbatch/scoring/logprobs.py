@@ -31,6 +31,9 @@ def logprob_head(model: "PreTrainedModel", batch: Batch) -> Iterator[None]:
     gradient where grad is enabled. The backward pass may come after. Not for two threads at once. The first
     use of a model costs four forwards over eight tokens, in which all ranks of a sharded model take part.
 
+    In a batch of the purpose `audit` or `train-truncated`, logprobs of turns that were drawn from kept sets
+    are renormalised over the trainer's own (`kept_sets`), and -inf, without gradient, of a target outside.
+
     Args:
         model: with a plain linear head, tied or not; sharded by `fully_shard` or not.
         batch: padded or packed, on the model's device.
@@ -56,7 +59,7 @@ def trainer_logprobs(model: "PreTrainedModel", batch: Batch) -> Tensor:
 
     Returns:
         [B, T] float32 nats at `batch.temperature`; 0 where `loss_mask` is False; with gradient where grad is
-        enabled.
+        enabled; over kept sets as for `logprob_head`.
 
     Raises:
         PackingLeakError: the model attends across the sequences of a packed row.

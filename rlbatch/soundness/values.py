@@ -44,6 +44,40 @@ VALUE_FAULTS: tuple[ValueFault, ...] = (
 """In order of precedence; no value is of two kinds."""
 
 
+MIN_SIGNS = 4
+"""Values above 0 by which losses are told from logits."""
+
+USUAL_MEDIAN_LOSS = 4.0
+"""Nats: half of all sampled tokens are likelier than exp(-4); half of all logits are not below 4."""
+
+MAX_MEDIAN_LOSS = 9.0
+"""Nats: at high temperatures, for turns that have a likely token among the others too."""
+
+LIKELY_LOSS = 0.7
+"""Nats: a token likelier than a half; hardly any logit of a sampled token is so small."""
+
+
+def positive_code(values: NDArray[np.floating[Any]]) -> str:
+    """What a turn with positive values has in place of logprobs.
+
+    Args:
+        values: [N] nats, all finite ones of the turn.
+
+    Returns:
+        `sign-flipped` where all are losses, minus the logprobs; else `logprob-positive`.
+
+    Example:
+        [0.1, 2.3, 0.0, 0.9, 0.4] -> sign-flipped; [14.2, 9.8, 17.1, 12.0] -> logprob-positive
+    """
+    above = int(np.count_nonzero(values > POSITIVE_TOLERANCE))
+    if above < MIN_SIGNS or float(values.min()) < -POSITIVE_TOLERANCE:
+        return "logprob-positive"
+    median, least = float(np.median(values)), float(values.min())
+    if median < USUAL_MEDIAN_LOSS or (median < MAX_MEDIAN_LOSS and least < LIKELY_LOSS):
+        return "sign-flipped"
+    return "logprob-positive"
+
+
 def found_text(values: NDArray[np.floating[Any]], bad: NDArray[np.intp], first_token: int) -> str:
     """The first bad value with its token, and how many there are.
 

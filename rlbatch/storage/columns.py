@@ -8,6 +8,8 @@
                        .itemsize, .num_layers and .num_choices (K), [N] each; absent where no sample has any,
                        itemsize 0 where one has none
 
+    media              the pictures' arrays of each sample, see `media.py`
+
 Text is UTF-8 in ragged uint8 columns. `provenances` and `finish_reasons` are ragged columns of indices, one a
 turn, into the distinct values that the metadata holds as JSON.
 
@@ -22,8 +24,17 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from rlbatch.records import EXPERT_DTYPES, TOKEN_FIELDS, FinishReason, Provenance, Sample, SamplingParams
+from rlbatch.records import (
+    EXPERT_DTYPES,
+    FINISH_REASONS,
+    TOKEN_FIELDS,
+    FinishReason,
+    Provenance,
+    Sample,
+    SamplingParams,
+)
 from rlbatch.storage.format import Schema, load_json
+from rlbatch.storage.media import MEDIA, MEDIA_KINDS, encode_media
 
 SAMPLES = Schema(name="rlbatch.samples", versions=("1",))
 
@@ -100,6 +111,10 @@ def _specs() -> Iterator[ArraySpec]:
     yield ArraySpec(name=boundaries, dtype=np.dtype(np.int64), extent=PER_BOUNDARY, optional=True)
     for name, dtype in EXPERT_COLUMNS.items():
         yield ArraySpec(name=name, dtype=dtype, extent=PER_SAMPLE, optional=True)
+    for name in (MEDIA, MEDIA_KINDS):
+        boundaries = f"{name}.offsets"
+        yield ArraySpec(name=name, dtype=np.dtype(np.uint8), extent=boundaries, optional=True)
+        yield ArraySpec(name=boundaries, dtype=np.dtype(np.int64), extent=PER_BOUNDARY, optional=True)
 
 
 ARRAYS = {spec.name: spec for spec in _specs()}
@@ -138,6 +153,7 @@ def encode(samples: Sequence[Sample]) -> Encoded:
         *_ragged("provenances", provenances),
         *_ragged("finish_reasons", finish_reasons),
         *_routed_experts(samples),
+        *_media(samples),
     ]
     return Encoded(arrays=tuple(arrays), provenances=provenance_list, finish_reasons=finish_reason_list)
 
@@ -160,11 +176,11 @@ def read_finish_reasons(text: str) -> tuple[FinishReason | None, ...]:
     """The finish reasons of a document, in order.
 
     Raises:
-        ValueError: not a list of text and nulls.
+        ValueError: not a list of finish reasons and nulls.
     """
     reasons = load_json(text)
-    if not isinstance(reasons, list) or not all(isinstance(reason, str | None) for reason in reasons):
-        raise ValueError("not a list of text and nulls")
+    if not isinstance(reasons, list) or not all(reason in (None, *FINISH_REASONS) for reason in reasons):
+        raise ValueError(f"not a list of nulls and {', '.join(FINISH_REASONS)}")
     return cast(tuple[FinishReason | None, ...], tuple(reasons))
 
 
@@ -196,6 +212,18 @@ def _routed_experts(samples: Sequence[Sample]) -> Iterator[tuple[str, NDArray[An
     yield f"{EXPERTS}.offsets", _boundaries([len(run) for run in runs])
     for at, (name, dtype) in enumerate(EXPERT_COLUMNS.items()):
         yield name, np.array([kind[at] for kind in kinds], dtype)
+
+
+def _media(samples: Sequence[Sample]) -> Iterator[tuple[str, NDArray[Any]]]:
+    if not any(sample.media for sample in samples):
+        return
+    encoded = [encode_media(sample.media) for sample in samples]
+    for name, runs in (
+        (MEDIA, [data for data, _ in encoded]),
+        (MEDIA_KINDS, [kinds for _, kinds in encoded]),
+    ):
+        yield name, np.frombuffer(b"".join(runs), np.uint8)
+        yield f"{name}.offsets", _boundaries([len(run) for run in runs])
 
 
 def _present(name: str, values: Iterable[object]) -> tuple[str, NDArray[Any]]:

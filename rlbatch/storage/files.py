@@ -21,6 +21,9 @@ from rlbatch.errors import StorageError, Where
 
 SHARD_SUFFIX = ".safetensors"
 
+END_NAME = "shards.end"
+"""A writer's last file: JSON that says how many shards and samples there are, and that no more will come."""
+
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
 """What file systems without hard links say; there two writers of one name can race."""
 
@@ -36,6 +39,8 @@ class Listing:
     """Everything named *.safetensors, in the order of the names."""
     leftovers: tuple[str, ...]
     """Paths of temporary files: of killed writers, or of one that is writing right now."""
+    ended: bool
+    """A writer said that no more shards will come."""
     num_names: int
     """Everything, of whatever name."""
 
@@ -80,6 +85,7 @@ def list_directory(directory: Path) -> Listing:
     return Listing(
         shards=tuple(directory / name for name in names if name.endswith(SHARD_SUFFIX)),
         leftovers=tuple(str(directory / name) for name in names if _LEFTOVER.fullmatch(name)),
+        ended=END_NAME in names,
         num_names=len(names),
     )
 

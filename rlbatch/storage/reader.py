@@ -66,9 +66,16 @@ class ShardReader:
         provenances: the distinct ones of all shards.
     """
 
-    def __init__(self, paths: Sequence[str | Path], *, leftovers: Sequence[str] = ()) -> None:
-        self._shards = [Shard(Path(path)) for path in paths]
-        self.paths = tuple(str(path) for path in paths)
+    def __init__(
+        self,
+        paths: Sequence[str | Path],
+        *,
+        leftovers: Sequence[str] = (),
+        opened: "ShardReader | None" = None,
+    ) -> None:
+        before: Sequence[Shard] = () if opened is None else opened._shards
+        self._shards: list[Shard] = [*before, *(Shard(Path(path)) for path in paths)]
+        self.paths = tuple(str(shard.path) for shard in self._shards)
         self.leftovers = tuple(leftovers)
         # Sample i lies in the shard whose first sample is the last one not after i.
         self._firsts = np.cumsum([0, *(len(shard) for shard in self._shards)])
@@ -118,10 +125,10 @@ class ShardReader:
             IndexError: there are not that many samples.
             StorageError: shard-altered, naming the array.
         """
-        places = [self._locate(index) for index in indices]
-        for shard, _ in places:
+        indices = list(indices)
+        for shard in self._shards_of(indices):
             shard.verify()
-        return [shard.sample(at) for shard, at in places]
+        return [self._shards[shard].sample(at) for shard, at in self._places(indices)]
 
     def verify(self) -> None:
         """Compare every array of every shard with its checksum, unless that was done before.
@@ -132,22 +139,84 @@ class ShardReader:
         for shard in self._shards:
             shard.verify()
 
+    def extended(self, paths: Sequence[str | Path]) -> "ShardReader":
+        """The same samples and then those of further shards; what is open stays open and verified.
+
+        Raises:
+            StorageError: as `open_reader`, of the further shards.
+        """
+        return ShardReader(paths, leftovers=self.leftovers, opened=self)
+
+    def sample_ids(self, *, start: int = 0) -> list[str]:
+        """The id of each sample from `start` on, which is the first of a shard.
+
+        Raises:
+            StorageError: shard-altered.
+        """
+        return self._texts("sample_id", start)
+
+    def group_ids(self) -> list[str]:
+        """[N] the id of each sample's group; the empty text where it is of none.
+
+        Raises:
+            StorageError: shard-altered.
+        """
+        return self._texts("group_id", 0)
+
+    def _texts(self, name: str, start: int) -> list[str]:
+        shards = zip(self._shards, self._firsts.tolist(), strict=False)
+        return [text for shard, first in shards if first >= start for text in shard.texts(name)]
+
+    def seals(self) -> tuple[str, ...]:
+        """The checksum of each shard's header, which holds those of its arrays: equal where contents are."""
+        return tuple(shard.seal for shard in self._shards)
+
+    def require_unchanged(self, indices: Iterable[int]) -> None:
+        """Refuse to go on where a shard of these samples is gone, or was written to since it was opened.
+
+        Raises:
+            StorageError: store-changed.
+        """
+        for shard in self._shards_of(indices):
+            shard.require_unchanged()
+
+    def release(self, indices: Iterable[int]) -> None:
+        """Let the system take back the memory of the shards that hold these samples; they stay readable."""
+        for shard in self._shards_of(indices):
+            shard.release()
+
+    def _shards_of(self, indices: Iterable[int]) -> list[Shard]:
+        return [self._shards[at] for at in sorted({shard for shard, _ in self._places(indices)})]
+
     def location(self, index: int) -> tuple[str, int]:
         """Where sample `index` is stored: the shard's path, and the index in it.
 
         Raises:
             IndexError: there are not that many samples.
         """
-        shard, at = self._locate(index)
-        return str(shard.path), at
+        return self.locations([index])[0]
+
+    def locations(self, indices: Iterable[int]) -> list[tuple[str, int]]:
+        """`location` of many, at the price of a few.
+
+        Raises:
+            IndexError: there are not that many samples.
+        """
+        return [(self.paths[shard], at) for shard, at in self._places(indices)]
 
     def _locate(self, index: int) -> tuple[Shard, int]:
-        at = operator.index(index)
-        at = at + len(self) if at < 0 else at
-        if not 0 <= at < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
-        shard = int(np.searchsorted(self._firsts, at, side="right")) - 1
-        return self._shards[shard], at - int(self._firsts[shard])
+        ((shard, at),) = self._places([index])
+        return self._shards[shard], at
+
+    def _places(self, indices: Iterable[int]) -> list[tuple[int, int]]:
+        """(shard, index in it) of each; a negative index counts from the end."""
+        wanted = np.array([operator.index(index) for index in indices], np.int64)
+        at = np.where(wanted < 0, wanted + len(self), wanted)
+        bad = np.flatnonzero((at < 0) | (at >= len(self)))
+        if len(bad):
+            raise IndexError(f"sample {wanted[bad[0]]} of {len(self)}")
+        shards = np.searchsorted(self._firsts, at, side="right") - 1
+        return list(zip(shards.tolist(), (at - self._firsts[shards]).tolist(), strict=True))
 
 
 def _reopen(paths: Sequence[str], leftovers: Sequence[str]) -> ShardReader:

@@ -4,11 +4,12 @@
     wrapper   {endpoint, request, status, response | sse | response_text}
 
 `sampling` lists what differed from neutral. A row with a fault of its own (counts, nulls, infinities) comes
-out as a finding in the place of its sample; a file that cannot be used at all raises. Knows nothing of shards
-or models, and what its logprobs are of it takes from a `Statement`.
+out as a finding in the place of its sample, one whose turn denies itself (its end, its usage) as both; a file
+that cannot be used at all raises. Knows nothing of shards or models, and what its logprobs are of it takes
+from a `Statement`.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
@@ -17,32 +18,34 @@ import msgspec
 
 from rlbatch.assemble import to_samples
 from rlbatch.catalogue import CATALOGUE, finding
-from rlbatch.engines import ResponseAssembler, parse_response
-from rlbatch.engines.body import refusal
 from rlbatch.engines.output import to_turn
 from rlbatch.errors import Finding, RecordError, ReplyError, StorageError, Where
 from rlbatch.records import Provenance, Sample, Trajectory, Turn
+from rlbatch.soundness import check_sound_trajectory
+from rlbatch.storage.recorded_exchange import (
+    EXCHANGE,
+    Exchange,
+    provenance_of_exchange,
+    turns_of_exchange,
+)
 from rlbatch.storage.recorded_row import RecordedRow, output_of
 from rlbatch.storage.statements import (
     ModelIdentity,
     Statement,
     provenance_of,
     sampling_of_recording,
-    sampling_of_request,
 )
 
 MAX_DOCUMENT_BYTES = 1 << 30
 """A larger .json, or line of .jsonl, is refused: it would be decoded in memory, several times its size."""
 
-_HTTP_OK = 200
-_ROUTES = ("/v1/completions", "/v1/chat/completions", "/inference/v1/generate")
 _WRAP = "wrap the body with what it answers: {endpoint, request, status, response: the body}"
-_WANTED = "a recorded rollout {sampling, rows} or a reply wrapper {endpoint, request, response}"
+_WANTED = f"a recorded rollout {{sampling, rows}} or {EXCHANGE}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Row:
-    """One entry of a file: a sample, or the findings that say why it is none."""
+    """One entry of a file: a sample and what its turn shows, or the findings that say why it is none."""
 
     index: int
     """Its place in the file, counting every entry."""
@@ -52,16 +55,9 @@ class Row:
     """How much of the file is read by now, 0 to 1."""
 
 
-class _Document(msgspec.Struct):
+class _Document(Exchange):
     rows: list[RecordedRow] | None = None
     sampling: dict[str, object] | None = None
-    endpoint: str | None = None
-    request: object = None
-    status: int | None = None
-    response: msgspec.Raw = msgspec.Raw()
-    """As it stands in the file, for `parse_response`; empty where there is none."""
-    sse: str | None = None
-    response_text: str | None = None
     choices: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     """Of a reply's body without its wrapper."""
 
@@ -124,7 +120,13 @@ def read_recording(
                 # Entries of one prompt are a group: the first one's number names it.
                 prompt = outcome.prompt_token_ids.tobytes()
                 group = groups.setdefault(prompt, f"{place.name}@{number}")
-                yield Row(index=index, sample=_sample(outcome, where, group), share=share)
+                trajectory = Trajectory(trajectory_id=str(where.trajectory), turns=(outcome,), group_id=group)
+                yield Row(
+                    index=index,
+                    sample=_sample(trajectory, where),
+                    findings=_turn_findings(trajectory, where),
+                    share=share,
+                )
             index += 1
     if index == 0:
         raise _unusable(path, "at least one rollout", "none")
@@ -138,9 +140,19 @@ def _row_findings(error: ReplyError, where: Where) -> tuple[Finding, ...]:
     return located.findings
 
 
-def _sample(turn: Turn, where: Where, group: str) -> Sample:
+def _turn_findings(trajectory: Trajectory, where: Where) -> tuple[Finding, ...]:
+    """What the entry's turn shows by itself, at its place in the file."""
+    return tuple(
+        replace(
+            found,
+            where=replace(where, turn=found.where.turn, start=found.where.start, stop=found.where.stop),
+        )
+        for found in check_sound_trajectory(trajectory)
+    )
+
+
+def _sample(trajectory: Trajectory, where: Where) -> Sample:
     try:
-        trajectory = Trajectory(trajectory_id=str(where.trajectory), turns=(turn,), group_id=group)
         (sample,) = to_samples(trajectory)
     except RecordError as error:
         raise ReplyError.of(_malformed(str(error), where)) from None
@@ -226,35 +238,14 @@ def _reply(
     document: _Document, place: _Place, statement: Statement, identity: ModelIdentity | None
 ) -> Iterator[_Entry]:
     """The choices of a recorded reply; a reply with a fault is one entry."""
-    request = document.request
-    body = None if document.sse is not None else _body(document)
-    if not isinstance(request, Mapping):
-        raise ReplyError.of(_malformed("a wrapper without the request's object", place.where))
-    fields = request.get("sampling_params") if document.endpoint == _ROUTES[2] else request
-    if not isinstance(fields, Mapping):
-        raise ReplyError.of(_malformed("a request without the object `sampling_params`", place.where))
-    said = sampling_of_request(fields, place.where)
-    provenance = provenance_of(said, statement, identity=identity, where=place.where)
+    provenance = provenance_of_exchange(document, statement, identity=identity, where=place.where)
     try:
-        if body is None:
-            assembler = ResponseAssembler(engine=provenance.engine, request=request, provenance=provenance)
-            assembler.feed(document.sse or "")
-            turns = assembler.finish()
-        else:
-            turns = parse_response(body, engine=provenance.engine, request=request, provenance=provenance)
+        turns = turns_of_exchange(document, provenance)
     except ReplyError as error:
         yield error, 1.0
         return
     for number, turn in enumerate(turns):
         yield turn, (number + 1) / len(turns)
-
-
-def _body(document: _Document) -> bytes:
-    """The reply's body; whatever is no reply at all is refused before anything is asked of the caller."""
-    body = bytes(document.response) or (document.response_text or "").encode()
-    if document.endpoint not in _ROUTES or document.status not in (None, _HTTP_OK):
-        raise refusal(body, complaint=f"a body of {document.endpoint} with status {document.status}")
-    return body
 
 
 def _located(error: ReplyError, where: Where, *, line: int | None = None) -> ReplyError:

@@ -7,16 +7,18 @@ views, and keep the map alive.
 Knows one file; opens no other, whatever is written in it.
 """
 
+import mmap
+import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlbatch.errors import StorageError
-from rlbatch.records import TOKEN_FIELDS, FinishReason, Provenance, Sample
+from rlbatch.records import TOKEN_FIELDS, FinishReason, MediaArray, Provenance, Sample
 from rlbatch.storage.columns import (
     ARRAYS,
     EXPERT_COLUMNS,
@@ -29,11 +31,17 @@ from rlbatch.storage.columns import (
     read_finish_reasons,
     read_provenances,
 )
-from rlbatch.storage.files import refusal, unusable
+from rlbatch.storage.derived import Derived, derive
+from rlbatch.storage.files import reason, refusal, unusable
 from rlbatch.storage.format import Entry, read_header, shown
+from rlbatch.storage.media import MEDIA, MEDIA_KINDS, decode_media
 
-_TOKEN_ARRAYS = frozenset({EXPERTS, *(spec.name for spec in TOKEN_FIELDS)})
-_EXPERT_ARRAYS = frozenset({EXPERTS, f"{EXPERTS}.offsets", *EXPERT_COLUMNS})
+_TOKEN_ARRAYS = frozenset({EXPERTS, MEDIA, *(spec.name for spec in TOKEN_FIELDS)})
+_TOGETHER = (
+    frozenset({EXPERTS, f"{EXPERTS}.offsets", *EXPERT_COLUMNS}),
+    frozenset({MEDIA, f"{MEDIA}.offsets", MEDIA_KINDS, f"{MEDIA_KINDS}.offsets"}),
+)
+"""Arrays that come all or not at all."""
 
 
 class Shard:
@@ -58,13 +66,20 @@ class Shard:
                 raise refusal("file-unusable", path, expected="a file", found="something else of that name")
             with path.open("rb") as file:
                 header = read_header(path, file, schema=SAMPLES)
-                body = _map(file)
+                mapped = np.memmap(file, dtype=np.uint8, mode="r")
+                self._identity = _identity(os.fstat(file.fileno()))
         except StorageError:
             raise
         except OSError as error:
             raise unusable(path, error) from error
+        self.seal: str = header.metadata["header_crc32"]
+        self._map = cast(mmap.mmap, mapped.base)
+        # As a plain array: slices of np.memmap are slow to make, and pickle as if they were files.
+        body = np.asarray(mapped)
         self._entries = {entry.name: entry for entry in header.entries}
         self._unverified = set(self._entries)
+        # What is known of all samples once they were verified; None: each is checked as it is made.
+        self._derived: Derived | None = None
         self._arrays = {
             entry.name: body[entry.start : entry.stop].view(entry.dtype) for entry in header.entries
         }
@@ -83,7 +98,51 @@ class Shard:
         Raises:
             StorageError: shard-altered, naming the array.
         """
-        self._verify(tuple(self._unverified))
+        if self._unverified:
+            self._verify(tuple(self._unverified))
+            if EXPERTS not in self._arrays:
+                self._derived = derive(self._arrays, num_provenances=len(self.provenances))
+            # Else a look at every shard of a large store would count as memory of this process.
+            self.release()
+
+    def release(self) -> None:
+        """Let the system take back the pages that were read; they are read again when touched."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED)
+
+    def require_unchanged(self) -> None:
+        """Refuse to read on where the file is not the one that was opened.
+
+        A file that was cut short under a map kills the process that touches the missing part; so this is
+        asked before every step. It compares what the system keeps of a file, not its contents.
+
+        Raises:
+            StorageError: store-changed, the file is gone, or another one.
+        """
+        try:
+            found = _identity(self.path.stat())
+        except OSError as error:
+            raise refusal(
+                "store-changed", self.path, expected="the shard that was opened", found=reason(error)
+            ) from error
+        if found != self._identity:
+            raise refusal(
+                "store-changed",
+                self.path,
+                expected=f"the shard that was opened, {self._identity[1]} bytes",
+                found=f"{found[1]} bytes, written since" if found[0] == self._identity[0] else "another file",
+            )
+
+    def texts(self, name: str) -> list[str]:
+        """[N] the values of a column of text; the empty text where there is none.
+
+        Raises:
+            StorageError: shard-altered, they are not text.
+        """
+        try:
+            return [self._text(name, index) for index in range(len(self))]
+        except ValueError as error:
+            raise refusal("shard-altered", self.path, expected="text", found=shown(str(error))) from error
 
     def sample(self, index: int) -> Sample:
         """Sample `index`, 0 <= index < N, its arrays views of the file; their checksums are not looked at.
@@ -93,7 +152,17 @@ class Shard:
         """
         # RecordError and UnicodeDecodeError are ValueErrors.
         try:
-            return self._build(index)
+            fields = self._fields(index)
+            if self._derived is None:
+                return Sample(**fields)
+            return Sample.unchecked(
+                fields
+                | {
+                    "segments": self._derived.segments(index),
+                    "segment_versions": self._derived.segment_versions(index),
+                    "num_loss_tokens": int(self._derived.num_loss_tokens[index]),
+                }
+            )
         except (ValueError, LookupError) as error:
             raise refusal(
                 "shard-altered", self.path, sample=index, expected="a sample", found=shown(str(error))
@@ -105,28 +174,32 @@ class Shard:
         for index in range(len(self)):
             yield self.sample(index)
 
-    def _build(self, index: int) -> Sample:
-        tokens: dict[str, Any] = {spec.name: self._tokens(spec.name, index) for spec in TOKEN_FIELDS}
+    def _fields(self, index: int) -> dict[str, Any]:
         group_id = self._text("group_id", index) if self._arrays["group_id.present"][index] else None
         reward = float(self._arrays["reward"][index]) if self._arrays["reward.present"][index] else None
-        return Sample(
-            **tokens,
-            routed_experts=self._routed_experts(index),
-            sample_id=self._text("sample_id", index),
-            trajectory_id=self._text("trajectory_id", index),
-            group_id=group_id,
-            reward=reward,
-            sibling=int(self._arrays["sibling"][index]),
-            num_siblings=int(self._arrays["num_siblings"][index]),
-            provenances=tuple(self.provenances[at] for at in self._indices("provenances", index)),
-            finish_reasons=tuple(self._finish_reasons[at] for at in self._indices("finish_reasons", index)),
-        )
+        span = slice(int(self.offsets[index]), int(self.offsets[index + 1]))
+        return {
+            **{spec.name: self._tokens(spec.name, index, span) for spec in TOKEN_FIELDS},
+            "routed_experts": self._routed_experts(index),
+            "media": self._media(index),
+            "sample_id": self._text("sample_id", index),
+            "trajectory_id": self._text("trajectory_id", index),
+            "group_id": group_id,
+            "reward": reward,
+            "sibling": int(self._arrays["sibling"][index]),
+            "num_siblings": int(self._arrays["num_siblings"][index]),
+            "provenances": tuple(self.provenances[at] for at in self._indices("provenances", index)),
+            "finish_reasons": tuple(
+                self._finish_reasons[at] for at in self._indices("finish_reasons", index)
+            ),
+        }
 
-    def _tokens(self, name: str, index: int) -> NDArray[Any] | None:
-        present = self._arrays.get(f"{name}.present")
-        if name not in self._arrays or (present is not None and not present[index]):
+    def _tokens(self, name: str, index: int, span: slice) -> NDArray[Any] | None:
+        values = self._arrays.get(name)
+        if values is None:
             return None
-        return self._arrays[name][self.offsets[index] : self.offsets[index + 1]]
+        present = self._arrays.get(f"{name}.present")
+        return values[span] if present is None or present[index] else None
 
     def _routed_experts(self, index: int) -> NDArray[Any] | None:
         """[T-1, L, K] as a view of the file's bytes."""
@@ -142,6 +215,11 @@ class Shard:
             raise ValueError("routed experts without layers")
         num_rows = int(self.offsets[index + 1] - self.offsets[index]) - 1
         return run.view(EXPERT_DTYPES_BY_SIZE[itemsize]).reshape(num_rows, num_layers, num_choices)
+
+    def _media(self, index: int) -> tuple[MediaArray, ...]:
+        if MEDIA not in self._arrays:
+            return ()
+        return decode_media(self._run(MEDIA, index).tobytes(), self._run(MEDIA_KINDS, index).tobytes())
 
     def _run(self, name: str, index: int) -> NDArray[Any]:
         offsets = self._arrays[f"{name}.offsets"]
@@ -169,9 +247,9 @@ class Shard:
             self._unverified.discard(name)
 
 
-def _map(file: BinaryIO) -> NDArray[np.uint8]:
-    # As a plain array over the map: slices of np.memmap are slow to make, and pickle as if they were files.
-    return np.asarray(np.memmap(file, dtype=np.uint8, mode="r"))
+def _identity(status: os.stat_result) -> tuple[int, int, int]:
+    """What tells a file from one that replaced it, or from itself after a write."""
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _check_names(path: Path, entries: Mapping[str, Entry]) -> None:
@@ -181,9 +259,9 @@ def _check_names(path: Path, entries: Mapping[str, Entry]) -> None:
             "schema-unknown", path, expected="arrays that this release knows", found=shown(", ".join(unknown))
         )
     for name, spec in ARRAYS.items():
-        # An optional field and its `.present` come together, and so do the parts of routed experts.
+        # An optional field and its `.present` come together, and so do the parts of experts and of media.
         needed = not spec.optional or name.removesuffix(".present") in entries or f"{name}.present" in entries
-        needed |= name in _EXPERT_ARRAYS and not _EXPERT_ARRAYS.isdisjoint(entries)
+        needed |= any(name in parts and not parts.isdisjoint(entries) for parts in _TOGETHER)
         if needed and name not in entries:
             raise refusal("shard-altered", path, expected=f"an array {name!r}", found="none")
         if name in entries and entries[name].dtype != spec.dtype:

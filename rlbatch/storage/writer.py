@@ -4,6 +4,7 @@ Shards are written once and whole; nothing is ever added to one. Values are stor
 `rlbatch.soundness` judges them. Knows nothing of batches or engines.
 """
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -13,7 +14,9 @@ from rlbatch.errors import StorageError
 from rlbatch.records import Sample
 from rlbatch.storage.columns import SAMPLES, encode
 from rlbatch.storage.files import (
+    END_NAME,
     SHARD_SUFFIX,
+    Listing,
     list_directory,
     make_directory,
     refusal,
@@ -70,9 +73,10 @@ def open_writer(
 class ShardWriter:
     """Collects samples and writes them as shards; made by `open_writer`, one a directory.
 
-    Use it as a context manager. When the block ends, what is collected is written. When the block raises, it
-    is discarded, since it may be half of something; the exception gets a note that says how many samples that
-    were. Shards that were written before stay.
+    Use it as a context manager. When the block ends, what is collected is written, and then `shards.end`,
+    which tells who follows the directory that no more will come. When the block raises, what is collected is
+    discarded, since it may be half of something; the exception gets a note that says how many samples that
+    were. Shards that were written before stay, and no end is said.
 
     Attributes:
         directory: where the shards go.
@@ -89,10 +93,11 @@ class ShardWriter:
         self._max_samples = max_samples
         self._max_tokens = max_tokens
         self._closed = False
+        self._num_written = 0
         self._start()
         make_directory(directory)
         listing = list_directory(directory)
-        _require_no_shards(directory, listing.shards)
+        _require_unused(directory, listing)
         self.leftovers = listing.leftovers
 
     def __enter__(self) -> Self:
@@ -104,6 +109,7 @@ class ShardWriter:
         try:
             if error is None:
                 self.flush()
+                self._write_end()
             elif self._samples:
                 error.add_note(
                     f"rlbatch: {len(self._samples)} samples that were not yet in a shard of {self.directory} "
@@ -141,7 +147,12 @@ class ShardWriter:
         path = self.directory / f"{len(self.paths):06d}{SHARD_SUFFIX}"
         _write(path, self._samples)
         self.paths = (*self.paths, str(path))
+        self._num_written += len(self._samples)
         self._start()
+
+    def _write_end(self) -> None:
+        end = {"num_shards": len(self.paths), "num_samples": self._num_written}
+        write_atomically(self.directory / END_NAME, [json.dumps(end).encode()])
 
     def _start(self) -> None:
         self._samples: list[Sample] = []
@@ -171,13 +182,14 @@ def _require_sample(path: Path, index: int, sample: object) -> None:
         )
 
 
-def _require_no_shards(directory: Path, shards: Sequence[Path]) -> None:
-    if shards:
+def _require_unused(directory: Path, listing: Listing) -> None:
+    names = [path.name for path in listing.shards] + [END_NAME] * listing.ended
+    if names:
         raise refusal(
             "file-unusable",
             directory,
-            expected="a directory without *.safetensors files",
-            found=f"{len(shards)}, the first {shards[0].name}",
+            expected=f"a directory without *.safetensors files and {END_NAME}",
+            found=f"{len(names)}, the first {names[0]}",
             likely="an earlier run wrote there",
             fix="give each run a new directory; shards are never added to an old set",
         )

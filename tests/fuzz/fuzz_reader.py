@@ -94,6 +94,17 @@ def spelt(name: Any) -> int | None:
     return int(name.removeprefix("token_id:")) if str(name).startswith("token_id:") else None
 
 
+def among_its_own(tops: Any, names: list[Any], values: list[Any], asked: Any) -> None:
+    """Alternatives by text have the drawn token's logprob, unless another of its text has its key."""
+    if tops is None:
+        return
+    agree(len(values), len(tops))
+    for name, value, top in zip(names, values, tops, strict=bool(names)):
+        need(value is None or (top is not None and name in top), "a token that is not among its own")
+        shared = spelt(name) is None and value is not None and len(top) <= asked
+        need(value is None or top[name] == value or shared, "two logprobs")
+
+
 # -- vLLM ---------------------------------------------------------------------------------------------------
 
 
@@ -113,6 +124,7 @@ def vllm(body: Any, request: dict[str, Any]) -> list[tuple[Any, ...]]:
         values = lists.get("token_logprobs") if rows is None else [row["logprob"] for row in rows]
         names = lists.get("tokens") if rows is None else [row.get("token") for row in rows]
         values, names = values or [], names or []
+        among_its_own(lists.get("top_logprobs"), names, values, fields.get("logprobs"))
         ids = choice.get("token_ids")
         # vLLM draws one token that max_tokens=0 did not ask for.
         unasked = int(bool(request.get("echo")) and fields.get("max_tokens") == 0)
@@ -164,7 +176,7 @@ def vllm_stream(events: list[Any]) -> Any:
             need(choice["finish_reason"] is None, "a chunk after the end")
             for name in ("token_ids", "prompt_token_ids"):
                 choice[name] = (choice.get(name) or []) + (part.get(name) or []) or choice.get(name)
-            for name in ("content", "token_logprobs", "tokens"):
+            for name in ("content", "token_logprobs", "tokens", "top_logprobs"):
                 new = (part.get("logprobs") or {}).get(name)
                 if new is not None:
                     choice["logprobs"][name] = choice["logprobs"].get(name, []) + new
@@ -256,17 +268,28 @@ def fireworks(body: Any, request: dict[str, Any]) -> list[tuple[Any, ...]]:
             request["prompt"],
         )
         for row in rows:
-            need(not row.get("routing_matrix"), "routing data of no known layout")
             for other in row.get("top_logprobs") or ():
                 if other.get("token_id") is not None and other["token_id"] == row.get("token_id"):
                     need(other.get("logprob") == row.get("logprob"), "two logprobs")
         num = min(request.get("echo_last", len(prompt)), len(prompt)) if request.get("echo") else 0
         agree(ids[:num], prompt[len(prompt) - num :])
-        found.append(
-            (prompt, ids[num:], [row["sampling_logprob"] for row in rows[num:]], choice["finish_reason"])
-        )
+        lists = (prompt, ids[num:], [row["sampling_logprob"] for row in rows[num:]])
+        found.append((*lists, choice["finish_reason"], matrices(rows, len(prompt), num)))
     count(body.get("usage"), [each[0] for each in found], [each[1] for each in found])
     return found
+
+
+def matrices(rows: list[Any], num_prompt: int, num_echoed: int) -> Any:
+    """The experts of each pass that drew a token, a byte each; only echoed tokens may lack them, in front."""
+    texts = [row.get("routing_matrix") or "" for row in rows]
+    if not any(texts):
+        return None
+    first = next(at for at, text in enumerate(texts) if text)
+    need(first <= num_echoed and all(texts[first:]), "a drawn token without its matrix")
+    need(num_prompt - num_echoed + first > 0, "a matrix of a pass before the first token")
+    return np.stack(
+        [np.frombuffer(base64.b64decode(text, validate=True), "u1").reshape(3, 2) for text in texts[first:]]
+    )
 
 
 def fireworks_stream(events: list[Any]) -> Any:

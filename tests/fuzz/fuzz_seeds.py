@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -119,6 +120,11 @@ def hand_seeds() -> list[Seed]:
         ("stream", [*replies_by_hand.fireworks_chunks(), "[DONE]"], ask(stream=True)),
     ):
         found.append(seed(f"fireworks {name}", "fireworks", tree, request))
+    for echo in ({}, {"echo": True}):
+        tree = replies_by_hand.fireworks_routed(4 if echo else None)
+        routed = seed("fireworks routed", "fireworks", tree, ask(include_routing_matrix=True, **echo))
+        provenance = replace(routed.provenance, routing_shape=replies_by_hand.ROUTING_SHAPE)
+        found.append(routed._replace(provenance=provenance))
     return found
 
 

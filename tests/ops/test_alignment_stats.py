@@ -11,7 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlbatch_kernels import LAGS, RESIDUAL_CLIP, STAT_COLUMNS, ShapeError, alignment_stats, column, stats
+from rlbatch_kernels import (
+    LAGS,
+    RESIDUAL_CLIP,
+    STAT_COLUMNS,
+    ShapeError,
+    alignment_stats,
+    alignment_stats_and_ratio,
+    column,
+    stats,
+)
 
 pytestmark = pytest.mark.usefixtures("backend")
 
@@ -359,3 +368,26 @@ def test_column_takes_one_by_name_and_refuses_others() -> None:
         column(table, "k3")
     with pytest.raises(ShapeError, match=r"table: found shape \[2, 3\]"):
         column(table[:, :3], "count")
+
+
+def test_the_ratio_comes_with_the_table(device: torch.device) -> None:
+    trainer, inference, mask, _ = (tensor.to(device) for tensor in random_batch(2, rows=3, width=1500))
+    segments = torch.tensor([[0, 0, 1500, 0], [1, 10, 900, 0]])
+    found = alignment_stats_and_ratio(trainer, inference, mask, segments)
+    assert torch.equal(found.table, alignment_stats(trainer, inference, mask, segments))
+    compared = mask & trainer.isfinite() & inference.isfinite()
+    compared[1, :10], compared[1, 900:], compared[2] = False, False, False
+    log_ratio = torch.where(compared, trainer - inference, 0.0).double()
+    torch.testing.assert_close(found.ratio.double(), log_ratio.clamp(-20, 20).exp(), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_torchs_threads_change_no_bit(threads: int) -> None:
+    batch = random_batch(5, rows=6, width=40_000)
+    before = torch.get_num_threads()
+    table = alignment_stats(*batch)
+    torch.set_num_threads(threads)
+    try:
+        assert torch.equal(alignment_stats(*batch), table)
+    finally:
+        torch.set_num_threads(before)

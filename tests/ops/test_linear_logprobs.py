@@ -53,6 +53,7 @@ def problem(num_tokens: int, vocab_size: int, width: int) -> tuple[Tensor, Tenso
 def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of 5 tokens and 16 columns, so that small problems have many, the last ones ragged."""
     monkeypatch.setattr(linear, "TOKEN_TILE", 5)
+    monkeypatch.setattr(linear, "TALL_TILES", 1)
     monkeypatch.setattr(linear, "VOCAB_TILE", 16)
 
 

@@ -8,10 +8,11 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 START_SECONDS = 300
 REPLY_SECONDS = 300
@@ -56,12 +57,19 @@ class Server:
 
 
 @contextmanager
-def serving(python: str, model: Path, log: Path) -> Iterator[Server]:
+def serving(
+    python: str,
+    model: Path,
+    log: Path,
+    *,
+    arguments: Sequence[str] = ARGUMENTS,
+    environment: Mapping[str, str] = MappingProxyType({}),
+) -> Iterator[Server]:
     """A server for as long as the block runs; what it printed is in `log`."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), *ARGUMENTS]
+    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), *arguments]
     command += ["--served-model-name", "tinylm", "--host", "127.0.0.1", "--port", str(port)]
     with log.open("wb") as output:
         # A group of its own: the engine has child processes, which must go with it.
@@ -69,7 +77,7 @@ def serving(python: str, model: Path, log: Path) -> Iterator[Server]:
             command,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **ENVIRONMENT},
+            env={**os.environ, **ENVIRONMENT, **environment},
             start_new_session=True,
         )
     try:

@@ -39,8 +39,13 @@ enum { COLUMNS = 1024 };
 /* Bytes ahead of a row's reading, and elements ahead in the three streams of the statistics. */
 enum { PREFETCH_BYTES = 2048, PREFETCH = 512 };
 
-/* Tokens between two folds into float64, and between two entries in the table of partial results. */
-enum { BLOCK = 512, CHUNK = 1 << 16 };
+/* |log_ratio| below which a short series gives k3; there k3 is below 0.035. */
+static const float SMALL = 0.25f;
+
+/* Tokens that one lane adds up in float32 before it is folded into float64. */
+enum { LANE_TOKENS = 32 };
+/* Tokens between two entries in the table of partial results. */
+enum { CHUNK = 1 << 16 };
 
 /* Columns of the table, in the order of STAT_COLUMNS. */
 enum { MAX_LAG = 2, NUM_LAGS = 2 * MAX_LAG + 1 };

@@ -1,5 +1,8 @@
 /* alignment_stats: one chunk of one segment. Included once a processor level. */
 
+#undef BLOCK
+#define BLOCK (LANE_TOKENS * LANES)
+
 /* Sums over the tokens of a chunk, lane by lane: float32 within a block, float64 between blocks. */
 struct NAME(sums) {
     vd value[NUM_VALUES];
@@ -123,7 +126,6 @@ static INLINE void NAME(any_block)(const struct tokens *of, int64_t start, int64
 /* What a clean block adds, told apart from what any block adds by its first pass. */
 struct NAME(clean) {
     vf log_ratio, abs_log_ratio, sq_log_ratio, residual[NUM_LAGS], max_abs, max_inference;
-    vi finite;
 };
 
 static INLINE int NAME(all_trained)(const uint8_t *mask) {
@@ -141,7 +143,6 @@ static INLINE void NAME(clean_pass)(const float *trainer, const float *inference
         __builtin_prefetch(inference + j + PREFETCH);
         vf i = NAME(load)(inference + j), d = NAME(load)(trainer + j) - i, size = NAME(absolute)(d);
         NAME(store)(log_ratio + j, d);
-        sums.finite &= size < INFINITY;
         sums.log_ratio += d;
         sums.abs_log_ratio += size;
         sums.sq_log_ratio += d * d;
@@ -155,15 +156,34 @@ static INLINE void NAME(clean_pass)(const float *trainer, const float *inference
     *to = sums;
 }
 
-/* The sums that need exponentials, of BLOCK finite log ratios. */
-static INLINE void NAME(clean_ratios)(const float *log_ratio, float largest, const struct limits *at, vf *value,
-                                      float *ratio_out) {
+/* The sums over ratios, of BLOCK log ratios below SMALL. With u = ratio - 1 = log_ratio + k3 the sum of ratios is
+ * BLOCK + sum u, and that of their squares BLOCK + 2 sum u + sum u^2. */
+static INLINE void NAME(small_ratios)(const float *log_ratio, vf sum_log_ratio, vf *value, float *ratio_out) {
+    vf sum_k3 = {0}, sum_sq = {0};
     for (int j = 0; j < BLOCK; j += LANES) {
-        vf d = NAME(load)(log_ratio + j), k3 = NAME(k3_series)(d), ratio = k3 + (1.0f + d);
-        if (!(largest < 1.0f)) {
-            ratio = NAME(exp)(NAME(clamped)(d, at->max_exponent));
-            k3 = NAME(select)(NAME(absolute)(d) < 1.0f, k3, (ratio - 1.0f) - d);
-        }
+        vf d = NAME(load)(log_ratio + j);
+        /* 1/7! to 1/2!; at 1/4 the first term left out is 1e-8 of the sum. */
+        vf series = d * 1.9841270e-4f + 1.3888889e-3f;
+        series = series * d + 8.3333333e-3f;
+        series = series * d + 4.1666668e-2f;
+        series = series * d + 1.6666667e-1f;
+        series = series * d + 0.5f;
+        vf k3 = series * (d * d), above_one = d + k3;
+        sum_k3 += k3;
+        sum_sq += above_one * above_one;
+        if (ratio_out) NAME(store)(ratio_out + j, 1.0f + above_one);
+    }
+    vf above_one = sum_log_ratio + sum_k3, ones = NAME(splat)(BLOCK / LANES);
+    value[SUM_K3] = value[SUM_K3_CAPPED] = sum_k3;
+    value[SUM_RATIO] = ones + above_one;
+    value[SUM_SQ_RATIO] = ones + (2.0f * above_one + sum_sq);
+}
+
+/* The same of any finite log ratios. */
+static INLINE void NAME(large_ratios)(const float *log_ratio, const struct limits *at, vf *value, float *ratio_out) {
+    for (int j = 0; j < BLOCK; j += LANES) {
+        vf d = NAME(load)(log_ratio + j), ratio = NAME(exp)(NAME(clamped)(d, at->max_exponent));
+        vf k3 = NAME(select)(NAME(absolute)(d) < 1.0f, NAME(k3_series)(d), (ratio - 1.0f) - d);
         value[SUM_K3] += k3;
         value[SUM_K3_CAPPED] += NAME(smaller)(k3, NAME(splat)(at->k3_cap));
         value[SUM_RATIO] += ratio;
@@ -194,12 +214,16 @@ static INLINE int NAME(clean_block)(const struct tokens *of, int64_t first, cons
             !isfinite(trainer[BLOCK + k - 1]))
             return 0;
     float log_ratio[BLOCK];
-    struct NAME(clean) found = {.max_inference = NAME(splat)(-INFINITY), .finite = ~(vi){0}};
+    struct NAME(clean) found = {.max_inference = NAME(splat)(-INFINITY)};
     NAME(clean_pass)(trainer, inference, at->residual_clip, log_ratio, &found);
-    if (NAME(count)(found.finite) != -LANES) return 0;
+    /* A NaN or an infinity on either side is one in here. */
+    if (!isfinite(NAME(total_of)(found.abs_log_ratio))) return 0;
     vf value[RESIDUAL_SUM] = {{0}};
     float largest = NAME(largest)(found.max_abs), most = NAME(largest)(found.max_inference);
-    NAME(clean_ratios)(log_ratio, largest, at, value, of->ratio ? of->ratio + first : NULL);
+    float *ratio_out = of->ratio ? of->ratio + first : NULL;
+    /* No k3 below SMALL reaches a cap as large as SMALL. */
+    if (largest < SMALL && at->k3_cap >= SMALL) NAME(small_ratios)(log_ratio, found.log_ratio, value, ratio_out);
+    else NAME(large_ratios)(log_ratio, at, value, ratio_out);
     if (most >= 0.0f || largest > at->disagrees_by) NAME(clean_counts)(trainer, inference, at, sums->count);
     value[SUM_LOG_RATIO] = found.log_ratio;
     value[SUM_ABS_LOG_RATIO] = found.abs_log_ratio;

@@ -1,0 +1,141 @@
+"""`Exhibit`: a stretch of one segment with everything that families of distributions predict for it.
+
+Made from logits where somebody gives them, a window at a time, and small enough to be kept: what a pool of
+segments is judged by. Decides nothing.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from rlbatch.alignment.evidence import Evidence
+from rlbatch.alignment.families import FAMILIES, Seen
+from rlbatch.alignment.limits import LOOK_ELEMENTS
+from rlbatch.alignment.logits import WINDOW_TOKENS, require_same_rows
+from rlbatch.errors import Where
+
+Values = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Exhibit:
+    """n usable tokens of one segment."""
+
+    place: Where
+    divisor: float
+    offset: NDArray[np.int64]
+    """[n] which token of its turn each is."""
+    sequence: NDArray[np.int64]
+    """[n] index of its sequence in the pack; -1 where the batch is not packed."""
+    inference: Values
+    """[n] nats."""
+    trainer: Values
+    """[n] nats, as passed to the gate."""
+    again: Values | None
+    """[n] nats, of the logits asked for: a second pass of the trainer; None where nobody was asked."""
+    own_position: Values | None
+    """[n] nats, of the logits one position later, as without causal shift; NaN at the end."""
+    target_logits: Values | None
+    """[n] logit of each token over the temperature."""
+    predictions: tuple[Values | None, ...]
+    """[n, P] nats, one of each of `FAMILIES`; None where it takes logits that nobody gave."""
+
+    @property
+    def stated(self) -> Values:
+        """[n] what the engine should have reported, by the trainer's second pass where there is one."""
+        return self.trainer if self.again is None else self.again
+
+
+def exhibit_of(evidence: Evidence, *, max_tokens: int) -> Exhibit | None:
+    """The first `max_tokens` of the evidence, or as many as the vocabulary allows; None where none is usable.
+
+    Raises:
+        AlignmentError: `batch-mismatch`, where the logits asked for are not those of the segment.
+    """
+    parts: list[Exhibit] = []
+    stop = min(len(evidence.trained), max_tokens)
+    for start in range(0, stop, WINDOW_TOKENS):
+        part = evidence.part(start, min(start + WINDOW_TOKENS, stop))
+        made, vocab_size = _window(part, start)
+        parts += [made] if made is not None else []
+        if (start + WINDOW_TOKENS) * vocab_size > LOOK_ELEMENTS:
+            break
+    if not parts:
+        return None
+    whole = joined(parts)
+    if whole.again is not None:
+        require_same_rows(whole.again, whole.trainer, whole.inference, place=whole.place)
+    return whole
+
+
+def joined(parts: Sequence[Exhibit]) -> Exhibit:
+    """All tokens of several, in order, at the place of the first."""
+    first = parts[0]
+
+    def column(name: str) -> Values | None:
+        values = [getattr(part, name) for part in parts]
+        return None if any(each is None for each in values) else np.concatenate(values)
+
+    return Exhibit(
+        place=first.place,
+        divisor=first.divisor,
+        offset=np.concatenate([part.offset for part in parts]),
+        sequence=np.concatenate([part.sequence for part in parts]),
+        inference=np.concatenate([part.inference for part in parts]),
+        trainer=np.concatenate([part.trainer for part in parts]),
+        again=column("again"),
+        own_position=column("own_position"),
+        target_logits=column("target_logits"),
+        predictions=tuple(
+            None
+            if any(part.predictions[at] is None for part in parts)
+            else np.concatenate([part.predictions[at] for part in parts if part.predictions[at] is not None])
+            for at in range(len(FAMILIES))
+        ),
+    )
+
+
+def _window(part: Evidence, start: int) -> tuple[Exhibit | None, int]:
+    """The exhibit of one window, and the size of the vocabulary (0 without logits)."""
+    usable = part.usable
+    if not usable.any():
+        return None, 0
+    logits = None if part.ask is None else part.ask(0, len(part.trained))
+    again = own = target = None
+    if logits is not None:
+        divided = logits / part.divisor
+        ids = torch.from_numpy(part.ids)[:, None]
+        normaliser = torch.logsumexp(divided, dim=1)
+        target = divided.gather(1, ids)[:, 0].double().numpy()
+        again = target - normaliser.double().numpy()
+        own = np.full(len(target), np.nan)
+        own[:-1] = (divided[1:].gather(1, ids[:-1])[:, 0] - normaliser[1:]).double().numpy()
+    stated = np.where(usable, part.trainer, 0.0) if again is None else again
+    first = part.first_token
+    seen = Seen(
+        stated=stated,
+        divisor=part.divisor,
+        ids=part.ids,
+        logits=logits,
+        before=part.context.ids[:first],
+        num_sampled_before=start,
+    )
+    predictions = tuple(
+        None if logits is None and family.needs_logits else family.predict(seen, family.parameters)[usable]
+        for family in FAMILIES
+    )
+    return Exhibit(
+        place=part.place,
+        divisor=part.divisor,
+        offset=start + np.flatnonzero(usable),
+        sequence=np.full(int(usable.sum()), part.context.index if part.context.is_packed else -1),
+        inference=part.inference[usable],
+        trainer=part.trainer[usable],
+        again=None if again is None else again[usable],
+        own_position=None if own is None else own[usable],
+        target_logits=None if target is None else target[usable],
+        predictions=predictions,
+    ), 0 if logits is None else int(logits.shape[1])

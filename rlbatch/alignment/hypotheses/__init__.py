@@ -1,0 +1,106 @@
+"""Hypotheses on what is wrong with a suspect segment, in two visible tuples.
+
+Each is a pure function from `Evidence` to a finding, or nothing. They run on suspects only, on the host.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from rlbatch.alignment.evidence import Evidence
+from rlbatch.alignment.exhibits import exhibit_of
+from rlbatch.alignment.hypotheses.distributions import distribution_finding, other_distribution
+from rlbatch.alignment.hypotheses.passes import trainer_fault
+from rlbatch.alignment.hypotheses.places import rows_permuted, shifted, shifted_from
+from rlbatch.alignment.hypotheses.remainder import doubtful, unexplained
+from rlbatch.alignment.hypotheses.spans import span_cause
+from rlbatch.alignment.hypotheses.tokens import confident_disagreement, wrong_ids
+from rlbatch.alignment.hypotheses.values import (
+    impossible_value,
+    sign_flipped,
+    trainer_not_finite,
+    trainer_positive,
+    zero_filled,
+)
+from rlbatch.alignment.limits import (
+    LOOK_TOKENS,
+    OUTLIER_FACTOR,
+    OUTLIER_LEAST,
+    OUTLIER_MOST,
+    SUSPECT_MEAN,
+)
+from rlbatch.errors import Finding
+
+Hypothesis = Callable[[Evidence], Finding | None]
+
+
+def another_distribution(evidence: Evidence) -> Finding | None:
+    """The trainer's passes differ, or the values are of another distribution than the stated one."""
+    if not evidence.comparable or not _is_off(evidence):
+        return None
+    exhibit = exhibit_of(evidence, max_tokens=SUSPECT_TOKENS)
+    if exhibit is None:
+        return None
+    told = trainer_fault(exhibit, where=evidence.place)
+    if told is not None:
+        return told
+    winner = other_distribution(exhibit, most_left=evidence.most_left, current=evidence.current)
+    return None if winner is None else distribution_finding(winner, exhibit, where=evidence.place)
+
+
+SUSPECT_TOKENS = LOOK_TOKENS // 8
+"""Tokens of one suspect for which logits are asked: in so many of one turn every cause shows."""
+
+
+def _is_off(evidence: Evidence) -> bool:
+    """Whether the differences are larger than what is usual, or than noise where nobody knows what is."""
+    usable = evidence.usable
+    if not usable.any():
+        return False
+    mean = evidence.at_zero()[usable].mean()
+    return bool(mean >= min(off_from(evidence.floor), SUSPECT_MEAN))
+
+
+def off_from(floor: float | None) -> float:
+    """Mean |log_ratio| of a segment, nats, from which it is off.
+
+    Args:
+        floor: what is usual among segments like it, nats; None where too few are there to say.
+    """
+    if floor is None:
+        return SUSPECT_MEAN
+    return min(max(OUTLIER_FACTOR * floor, OUTLIER_LEAST), OUTLIER_MOST)
+
+
+EXACT: tuple[Hypothesis, ...] = (
+    trainer_not_finite,
+    sign_flipped,
+    impossible_value,
+    shifted_from,
+    shifted,
+    rows_permuted,
+)
+"""Of single segments, by precedence: the first that finds something is told. They hold at any noise.
+
+Shifts and other rows move true zeros onto other tokens, so they are asked about before zeros are.
+"""
+
+SINGLE: tuple[Hypothesis, ...] = (
+    another_distribution,
+    zero_filled,
+    wrong_ids,
+    trainer_positive,
+    confident_disagreement,
+    span_cause,
+    unexplained,
+    doubtful,
+)
+"""Of single segments that neither those explain nor what all segments of their provenance show together."""
+
+
+def first_found(evidence: Evidence, hypotheses: tuple[Hypothesis, ...]) -> Finding | None:
+    """What the first hypothesis finds that finds anything; only the trainer's where nothing was reported."""
+    if not evidence.comparable and not np.isfinite(evidence.inference[evidence.trained]).any():
+        hypotheses = tuple(each for each in hypotheses if each is trainer_not_finite)
+    results = (hypothesis(evidence) for hypothesis in hypotheses)
+    return next((found for found in results if found is not None), None)

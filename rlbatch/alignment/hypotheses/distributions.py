@@ -1,0 +1,134 @@
+"""Was it another distribution? All families against each other and against what is stated, on one exhibit.
+
+The exhibit may be a stretch of one segment, or of many of one provenance joined together.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from rlbatch.alignment.exhibits import Exhibit
+from rlbatch.alignment.families import FAMILIES, Family
+from rlbatch.alignment.limits import (
+    FAMILY_MARGIN_SHARE,
+    FAMILY_MIN_GAIN,
+    FAMILY_MIN_INFORMATIVE,
+    FAMILY_MIN_MARGIN,
+    FAMILY_OLD_SHARE,
+    FAMILY_PARAMETER,
+    FAMILY_SIMPLER,
+    FAMILY_SLOPE,
+    FAMILY_SLOPE_ERRORS,
+    FAMILY_SLOPE_MOST,
+    LAG_ACCEPTED_SHARE,
+)
+from rlbatch.alignment.tournament import Fit, fit
+from rlbatch.catalogue import finding
+from rlbatch.errors import Finding, Where
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Winner:
+    """The family that explains an exhibit."""
+
+    family: Family
+    fit: Fit
+
+
+def other_distribution(exhibit: Exhibit, *, most_left: float, current: bool) -> Winner | None:
+    """The family that explains the values and what is stated does not; None where none does, or two do.
+
+    Args:
+        exhibit: what is judged.
+        most_left: mean |residual|, nats, that noise may leave.
+        current: of the trainer's own weights. Values of older ones are off anyway: what explains them must
+            explain nearly all.
+    """
+    fits = [
+        Winner(family=family, fit=fit(exhibit.inference, exhibit.stated, predicted, family.parameters))
+        for family, predicted in zip(FAMILIES, exhibit.predictions, strict=True)
+        if predicted is not None
+    ]
+    best = fits[0]
+    for other in fits[1:]:
+        if _worth(other) > _worth(best) + FAMILY_SIMPLER:
+            best = other
+    if not _holds(best, exhibit, most_left, current=current):
+        return None
+    # With no parameter to choose, any other factor is a rival too: half as much again is not base 2.
+    least = max(FAMILY_MIN_MARGIN, FAMILY_MARGIN_SHARE * best.fit.gain)
+    if len(best.family.parameters) == 1 and best.fit.free_gain > best.fit.gain + least:
+        return None
+    if len(best.family.parameters) == 1 and best.fit.num_against > LAG_ACCEPTED_SHARE * best.fit.num_for:
+        return None
+    rivals = [_worth(each) for each in fits if each.family.code != best.family.code]
+    rivals.append(_gain_of_zeros(exhibit))
+    return best if _worth(best) - max(rivals, default=0.0) >= least else None
+
+
+def _worth(each: Winner) -> float:
+    """Gain, less what a parameter costs: it would fit something by itself."""
+    return each.fit.gain - (FAMILY_PARAMETER if len(each.family.parameters) > 1 else 0.0)
+
+
+def _gain_of_zeros(exhibit: Exhibit) -> float:
+    """Log likelihood ratio, nats, of a buffer of zeros: it explains every exact 0, and nothing else."""
+    filled = np.where(exhibit.inference == 0, 0.0, exhibit.stated)
+    return fit(exhibit.inference, exhibit.stated, filled[:, None], np.ones(1)).gain
+
+
+def _holds(best: Winner, exhibit: Exhibit, most_left: float, *, current: bool) -> bool:
+    low, high = best.family.neutral
+    found = best.fit
+    if not current:
+        off = np.minimum(np.abs(exhibit.inference - exhibit.stated), 4.0).mean()
+        most_left = min(most_left, FAMILY_OLD_SHARE * float(off))
+    return (
+        not low <= found.parameter <= high
+        and found.gain >= FAMILY_MIN_GAIN
+        and found.num_informative >= FAMILY_MIN_INFORMATIVE
+        and found.width <= most_left
+        and abs(found.slope - 1) <= FAMILY_SLOPE + FAMILY_SLOPE_ERRORS * found.slope_error
+        and abs(found.slope - 1) <= FAMILY_SLOPE_MOST
+    )
+
+
+def distribution_finding(winner: Winner, exhibit: Exhibit, *, where: Where, scope: str = "") -> Finding:
+    """What is told of it.
+
+    Args:
+        winner: the family, at its parameter.
+        exhibit: what it explains.
+        where: the place.
+        scope: said after the number of tokens, as in " of 12 turns".
+    """
+    off = np.minimum(np.abs(exhibit.inference - exhibit.stated), 4.0).mean()
+    return finding(
+        winner.family.code,
+        where=where,
+        expected=f"logprobs at temperature {exhibit.divisor:g}, nothing else in force, as stated",
+        found=f"{described(winner, exhibit.divisor)} leaves {winner.fit.width:.3g} nats of {off:.3g} over "
+        f"{len(exhibit.inference)} tokens{scope}",
+    )
+
+
+def described(winner: Winner, divisor: float) -> str:
+    """The explanation in words.
+
+    Example:
+        temperature 0.7, where 1 is stated
+    """
+    kind, value = winner.family.kind, winner.fit.parameter
+    if kind == "temperature":
+        return f"temperature {value * divisor:.3g}, where {divisor:g} is stated,"
+    if kind == "divisor":
+        return f"the logprob at temperature 1, divided by {value:.3g},"
+    if kind == "base":
+        return f"base {value:g} in place of e"
+    if kind == "sign":
+        return "minus the trainer's logprob"
+    if kind == "rank":
+        return "the largest logprob of each position"
+    if kind == "logits":
+        return "the logit of each token"
+    return f"{kind} {value:.0f}" if kind == "top_k" else f"{kind} {value:.3g}"

@@ -1,0 +1,163 @@
+"""`Inquiry`: which segments of one batch are worth a look, and what is found on them.
+
+The table decides what is suspect, at no cost; only suspects are copied to the host and diagnosed.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlbatch.alignment.evidence import Evidence, Rows
+from rlbatch.alignment.hypotheses import EXACT, SINGLE, Hypothesis, first_found, off_from
+from rlbatch.alignment.hypotheses.passes import leak_by_index
+from rlbatch.alignment.hypotheses.places import shifted_by_rule
+from rlbatch.alignment.lags import whole_shift
+from rlbatch.alignment.limits import (
+    FLOOR_MOST,
+    LAG_ACCEPTED_SHARE,
+    LAG_LEAST,
+    OUTLIER_TOKEN,
+    PEERS_MIN_TOKENS,
+    SUSPECT_FACTOR,
+    SUSPECT_MEAN,
+)
+from rlbatch.alignment.logits import LogitsFor
+from rlbatch.alignment.measure import COLUMN, Measured
+from rlbatch.alignment.scene import Scene, place_of, usual_mean
+from rlbatch.errors import Finding
+from rlbatch.soundness.values import POSITIVE_TOLERANCE
+from rlbatch_kernels import LAGS
+
+
+@dataclass(kw_only=True, eq=False)
+class Inquiry:
+    """One measured batch under suspicion."""
+
+    measured: Measured
+    table: NDArray[np.float64]
+    """[G, stats]."""
+    comparable: NDArray[np.bool_]
+    """[G]."""
+    ages: NDArray[np.int64]
+    """[G] versions."""
+    logits_for: LogitsFor | None
+    _scene: Scene | None = field(default=None)
+    _rows: Rows | None = field(default=None)
+
+    def exact(self) -> dict[int, Finding]:
+        """What exact hypotheses find, by segment; at most one finding each."""
+        if not self._suspects:
+            return {}
+        shifts = {
+            index: shift for index, each in self._suspects.items() if (shift := whole_shift(each)) is not None
+        }
+        told: dict[int, Finding] = {}
+        if len(shifts) > 1:
+            told = shifted_by_rule(self._suspects, shifts, self._everyone().everyone)
+        return self._with(told, EXACT, set())
+
+    def single(self, told: Collection[int]) -> dict[int, Finding]:
+        """What is found of suspects besides those of which something is told already."""
+        found = self._with({}, SINGLE, set(told))
+        return found if told else self._leaks(found)
+
+    def _with(
+        self, told: dict[int, Finding], hypotheses: tuple[Hypothesis, ...], without: set[int]
+    ) -> dict[int, Finding]:
+        for index, evidence in self._suspects.items():
+            if index in told or index in without:
+                continue
+            found = first_found(evidence, hypotheses)
+            if found is not None:
+                told[index] = found
+        return told
+
+    @cached_property
+    def _suspects(self) -> dict[int, Evidence]:
+        return {index: self.evidence(index) for index in np.flatnonzero(self._suspect()).tolist()}
+
+    def evidence(self, index: int) -> Evidence:
+        """What there is on one segment."""
+        if self._scene is None:
+            self._scene = Scene.of(self.measured, self._floor(), self.logits_for)
+        return self._scene.evidence(
+            index,
+            self._everyone,
+            comparable=bool(self.comparable[index]),
+            current=bool(self.ages[index] == 0),
+        )
+
+    def _everyone(self) -> Rows:
+        if self._rows is None:
+            self._rows = Rows.of(self.evidence(index) for index in range(len(self.table)))
+        return self._rows
+
+    def _floor(self) -> float | None:
+        """What noise leaves in a segment, nats, by the segments themselves; None where it cannot be told."""
+        usual = usual_mean(self.table, self.comparable)
+        return None if usual is None or usual > FLOOR_MOST else usual
+
+    def _suspect(self) -> NDArray[np.bool_]:
+        """[G]; segments with a window that some hypothesis may explain. Cheap, and wide on purpose."""
+        if not len(self.table):
+            return self.comparable
+        windows, floor = self.measured.windows(), self._floor()
+        zero = _lag_mean(windows, 0)
+        others = np.stack([_lag_mean(windows, lag) for lag in LAGS if lag])
+        least = SUSPECT_MEAN if floor is None else max(SUSPECT_MEAN, SUSPECT_FACTOR * floor)
+        anyway = (
+            (windows[:, COLUMN["num_trainer_not_finite"]] > 0)
+            | (windows[:, COLUMN["max_inference"]] > POSITIVE_TOLERANCE)
+            | ((others < LAG_ACCEPTED_SHARE * zero) & (zero >= LAG_LEAST)).any(axis=0)
+        )
+        # Values of another distribution are off, and may be 0 or absent, without any fault.
+        if_comparable = (
+            (windows[:, COLUMN["num_inference_not_finite"]] > 0)
+            | (windows[:, COLUMN["num_zeros"]] > 0)
+            | (windows[:, COLUMN["max_abs_log_ratio"]] > OUTLIER_TOKEN)
+            | (zero >= least)
+        )
+        any_in = np.logical_or.reduceat
+        first = self.measured.first_window
+        suspect: NDArray[np.bool_] = any_in(anyway, first) | (self.comparable & any_in(if_comparable, first))
+        return suspect | (self.comparable & self._outliers(floor))
+
+    def _outliers(self, floor: float | None) -> NDArray[np.bool_]:
+        """[G]; segments far above what is usual among their peers, however little that is."""
+        count = self.table[:, COLUMN["num_compared"]]
+        if floor is None:
+            return np.zeros(len(count), bool)
+        outlier: NDArray[np.bool_] = (count >= PEERS_MIN_TOKENS) & (
+            self.table[:, COLUMN["sum_abs_log_ratio"]] >= off_from(floor) * count
+        )
+        return outlier
+
+    def _leaks(self, told: dict[int, Finding]) -> dict[int, Finding]:
+        """With `boundary-leak` in place of what the sequences of a pack that leaks are told of one by one."""
+        batch = self.measured.batch
+        if batch.layout != "packed" or not self.comparable.all():
+            return told
+        owners = np.array([batch.refs.index(batch.ref_of(part)) for part in batch.host_segments], int)
+        count, total = (
+            np.bincount(owners, weights=self.table[:, COLUMN[name]], minlength=len(batch.refs))
+            for name in ("num_compared", "sum_abs_log_ratio")
+        )
+        heard = np.flatnonzero(count >= PEERS_MIN_TOKENS)
+        named = {found.code for found in told.values()} - {"unexplained"}
+        if named or not len(heard) or heard[0] != 0:
+            return told
+        means = (total[heard] / count[heard]).tolist()
+        at = int(np.flatnonzero(owners == heard[-1])[0])
+        leak = leak_by_index(means, where=place_of(batch, at))
+        return told if leak is None else {at: leak}
+
+
+def _lag_mean(table: NDArray[np.float64], lag: int) -> NDArray[np.float64]:
+    """[W] mean clipped |difference| at a lag; infinite without pairs, so that it never wins."""
+    pairs = table[:, COLUMN[f"residual_pairs_{lag}"]]
+    total = table[:, COLUMN[f"residual_sum_{lag}"]]
+    empty = np.inf if lag else 0.0
+    return np.divide(total, pairs, out=np.full_like(total, empty), where=pairs > 0)

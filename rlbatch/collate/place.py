@@ -1,0 +1,171 @@
+"""Where each sequence lies in the [B, T] grid of a batch, and where padding lies.
+
+Knows lengths only. A column of the batch is the concatenation of its pieces in the order of the grid: for
+each sequence padding before it, its values, padding after it; in the end the pieces of padding behind all.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlbatch.batch import LAYOUTS, Layout
+from rlbatch.errors import RecordError
+from rlbatch.records.structure import check_choice, check_scalar
+
+PaddingSide: TypeAlias = Literal["left", "right"]
+PADDING_SIDES: tuple[PaddingSide, ...] = ("left", "right")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Padding:
+    """How much padding, where, and with which token."""
+
+    token_id: int = 0
+    """`input_ids` in padding."""
+    side: PaddingSide = "right"
+    """Where the padding of a row goes (padded only); a pack is padded on the right."""
+    sequence_multiple: int = 1
+    """Each sequence is padded to a multiple of this: 2 x context-parallel size, where each rank takes two
+    chunks of every sequence."""
+    row_multiple: int = 1
+    """T is padded to a multiple of this, and of `sequence_multiple`."""
+
+    def __post_init__(self) -> None:
+        check_choice("Padding.side", self.side, PADDING_SIDES)
+        for name in ("token_id", "sequence_multiple", "row_multiple"):
+            check_scalar(f"Padding.{name}", getattr(self, name), int)
+        if self.token_id < 0 or self.sequence_multiple < 1 or self.row_multiple < 1:
+            raise RecordError(f"Padding: expected token_id >= 0 and multiples >= 1, found {self}")
+
+    def row_tokens(self, lengths: Sequence[int], layout: Layout) -> int:
+        """T of a batch of these lengths.
+
+        Example:
+            lengths [3, 6], sequence_multiple 4, row_multiple 16: packed 4 + 8 -> 16; padded 8 -> 16
+        """
+        padded = [_rounded(length, self.sequence_multiple) for length in lengths]
+        width = sum(padded) if layout == "packed" else max(padded)
+        return _rounded(width, math.lcm(self.row_multiple, self.sequence_multiple))
+
+
+def _rounded(length: int, multiple: int) -> int:
+    return -(-length // multiple) * multiple
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where each of S sequences lies."""
+
+    layout: Layout
+    shape: tuple[int, int]
+    """(B, T)."""
+    lengths: list[int]
+    """[S] real tokens."""
+    rows: list[int]
+    starts: list[int]
+    """[S] position of token 0 in its row."""
+    before: list[int]
+    """[S] padding between the start of the row and the sequence."""
+    after: list[int]
+    """[S] padding of the sequence itself."""
+    behind: list[int]
+    """Pieces of padding behind the last sequence of a pack, none longer than the longest sequence."""
+
+    @classmethod
+    def of(cls, lengths: list[int], layout: Layout, padding: Padding) -> "Place":
+        """Sequences of these lengths, in this order."""
+        check_choice("layout", layout, LAYOUTS)
+        width = padding.row_tokens(lengths, layout)
+        if layout == "packed":
+            return cls._packed(lengths, width, padding)
+        gaps = [width - length for length in lengths]
+        none = [0] * len(lengths)
+        left = padding.side == "left"
+        return cls(
+            layout=layout,
+            shape=(len(lengths), width),
+            lengths=lengths,
+            rows=list(range(len(lengths))),
+            starts=gaps if left else none,
+            before=gaps if left else none,
+            after=none if left else gaps,
+            behind=[],
+        )
+
+    @classmethod
+    def _packed(cls, lengths: list[int], width: int, padding: Padding) -> "Place":
+        none = [0] * len(lengths)
+        padded = [_rounded(length, padding.sequence_multiple) for length in lengths]
+        ends = list(accumulate(padded))
+        return cls(
+            layout="packed",
+            shape=(1, width),
+            lengths=lengths,
+            rows=none,
+            starts=[0, *ends[:-1]],
+            before=none,
+            after=[whole - length for whole, length in zip(padded, lengths, strict=True)],
+            behind=list(_split(width - ends[-1], max(padded))),
+        )
+
+    @property
+    def num_positions(self) -> int:
+        """B * T."""
+        return self.shape[0] * self.shape[1]
+
+    @property
+    def longest_piece(self) -> int:
+        """Of the sequences and of the pieces of padding."""
+        return max(*self.lengths, *self.before, *self.after, *self.behind, 1)
+
+    @property
+    def has_padding(self) -> bool:
+        """Some position is no token's."""
+        return any(self.before) or any(self.after) or bool(self.behind)
+
+    def without_target(self) -> NDArray[np.int64]:
+        """Where in the flattened grid the last token of each sequence is, and what comes before its first."""
+        starts = np.array(self.rows, np.int64) * self.shape[1] + np.array(self.starts, np.int64)
+        return np.concatenate([starts[starts > 0] - 1, starts + np.array(self.lengths) - 1])
+
+    def pieces(
+        self, values: Sequence[NDArray[Any]], filler: NDArray[Any], *, missing: int = 0
+    ) -> list[NDArray[Any]]:
+        """A column of the flattened grid, in pieces that only wait to be concatenated.
+
+        Args:
+            values: [S] arrays, each as long as its sequence, less `missing`.
+            filler: what a piece of padding of length n is the first n of; shorter ones are repeated.
+            missing: entries that each value lacks in the end; they are filled like padding.
+        """
+        if not self.has_padding and not missing:
+            return list(values)
+        pieces: list[NDArray[Any]] = []
+        for value, before, after in zip(values, self.before, self.after, strict=True):
+            pieces.extend(filling(before, filler))
+            pieces.append(value)
+            pieces.extend(filling(after + missing, filler))
+        for length in self.behind:
+            pieces.extend(filling(length, filler))
+        return pieces
+
+    def boundaries(self) -> list[int]:
+        """`cu_seqlens` of a pack: sequences with their padding, then the pieces of padding behind them."""
+        row_end = self.shape[1]
+        return [*self.starts, *accumulate(self.behind, initial=row_end - sum(self.behind))]
+
+
+def filling(length: int, filler: NDArray[Any]) -> list[NDArray[Any]]:
+    """Pieces of the filler, `length` entries in all."""
+    return [filler[:part] for part in _split(length, len(filler))]
+
+
+def _split(length: int, longest: int) -> Iterator[int]:
+    while length > 0:
+        yield min(length, longest)
+        length -= longest

@@ -1,0 +1,79 @@
+"""`as_dict` and `from_dict`: the two public functions over all dialects."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch.utils import _pytree as pytree
+
+from rlbatch.batch import Batch
+from rlbatch.collate import collate, unpack
+from rlbatch.dialects.dialect import Dialect
+from rlbatch.dialects.prime_rl import PRIME_RL
+from rlbatch.dialects.tinker import TINKER
+from rlbatch.dialects.trl import TRL
+from rlbatch.dialects.verl import VERL
+from rlbatch.errors import RecordError
+from rlbatch.records import Origin
+from rlbatch.records.structure import check_choice
+
+DIALECTS: dict[str, Dialect] = {dialect.name: dialect for dialect in (TRL, VERL, PRIME_RL, TINKER)}
+
+
+def as_dict(batch: Batch, dialect: str, *, drop: Collection[str] = ()) -> dict[str, Any]:
+    """The batch as a trainer takes it: its names, shapes, padding and fillers.
+
+    Args:
+        batch: padded or packed, on any device; tensors of the result are on the same.
+        dialect: `trl`, `verl`, `prime_rl` or `tinker`; the module of each says which keys there are.
+        drop: fields that may be left out, because the trainer has them from elsewhere or has no use for them.
+
+    Raises:
+        RecordError: no such dialect; a field that says something at trained tokens would be lost and `drop`
+            does not name it; several values a row where there is room for one; a trained value not finite.
+
+    Example:
+        as_dict(batch, "trl", drop=["temperature", "policy_version"])["completion_ids"]
+    """
+    form = _named(dialect)
+    dropped = frozenset(drop)
+    samples = unpack(batch)
+    form.require_carried(samples, dropped)
+    made = form.encode(samples, dropped)
+    device = batch.input_ids.device
+    moved: dict[str, Any] = pytree.tree_map_only(
+        type(batch.input_ids), lambda tensor: tensor.to(device), made
+    )
+    return moved
+
+
+def from_dict(form: Mapping[str, Any], dialect: str, *, like: Batch) -> Batch:
+    """A trainer's dict as a batch again: what it carries from there, everything else as in `like`.
+
+    Logprobs, advantages and temperatures are taken at trained tokens; elsewhere the dict holds fillers.
+
+    Args:
+        form: what `as_dict` made, perhaps with values that the trainer changed or added.
+        dialect: whose it is.
+        like: the batch that `as_dict` was given; the result has its layout, padded as `collate` does by
+            default.
+
+    Raises:
+        RecordError: no such dialect; a key is missing; rows or lengths are not those of `like`.
+
+    Example:
+        from_dict(as_dict(batch, "verl"), "verl", like=batch) says what `batch` says
+    """
+    samples = unpack(like)
+    try:
+        changes = _named(dialect).decode(form, samples)
+    except KeyError as error:
+        raise RecordError(f"from_dict({dialect!r}): expected a key {error}, found {sorted(form)}") from error
+    changed = [replace(sample, **change) for sample, change in zip(samples, changes, strict=True)]
+    origins = [Origin(path=ref.path, index=ref.index) for ref in like.refs]
+    return collate(changed, layout=like.layout, purpose=like.purpose, origins=origins)
+
+
+def _named(dialect: str) -> Dialect:
+    check_choice("dialect", dialect, tuple(DIALECTS))
+    return DIALECTS[dialect]

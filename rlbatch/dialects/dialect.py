@@ -1,0 +1,114 @@
+"""`Dialect`: what a trainer's form carries and demands, and the refusal of what it would lose.
+
+All forms are made from samples, whose entry t is about token t, so that each states its own shift once.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlbatch.errors import RecordError
+from rlbatch.records import TOKEN_FIELDS, Sample
+
+LOGPROB_FIELDS = tuple(spec.name for spec in TOKEN_FIELDS if spec.name.endswith("_logprobs"))
+
+_ALWAYS_CARRIED = ("token_ids", "loss_mask", "turn")
+"""`turn` is no trainer's; from_dict takes it from the batch that was sent."""
+
+_NEUTRAL = {"temperature": 1.0, "policy_version": -1.0}
+"""What a field says where it says nothing; a logprob says nothing where it is NaN."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dialect:
+    """One trainer's form of a batch."""
+
+    name: str
+    carries: tuple[str, ...]
+    """Fields at trained tokens, besides ids and mask, which every form has."""
+    one_value_a_row: tuple[str, ...] = ()
+    """Fields for which the form has one number a row."""
+    encode: Callable[[Sequence[Sample], frozenset[str]], dict[str, Any]]
+    """Samples and the fields to leave out -> the form; values at untrained tokens are its own filler."""
+    decode: Callable[[Mapping[str, Any], Sequence[Sample]], list[dict[str, Any]]]
+    """The form, and the samples it was made of -> for each sample what changes: [T] arrays by field."""
+
+    def require_carried(self, samples: Sequence[Sample], drop: frozenset[str]) -> None:
+        """Refuse what the form would lose or turn into nonsense.
+
+        Raises:
+            RecordError: a field that is neither carried nor dropped says something at trained tokens; several
+                values in a row where the form has room for one; a trained value that is not finite.
+        """
+        for sample in samples:
+            for name in _said(sample):
+                if name not in self.carries and name not in drop:
+                    raise RecordError(
+                        f"as_dict({self.name!r}): {name} of sample {sample.sample_id!r} would be lost; "
+                        f"{self.name} carries {', '.join(self.carries)}. "
+                        f"If the trainer gets it another way, say drop=({name!r},)"
+                    )
+            self._require_values(sample, drop)
+
+    def _require_values(self, sample: Sample, drop: frozenset[str]) -> None:
+        trained = sample.loss_mask
+        for name in (name for name in self.carries if name not in drop and name != "routed_experts"):
+            values = getattr(sample, name)
+            if values is None or not trained.any():
+                continue
+            bad = np.flatnonzero(trained & ~np.isfinite(values))
+            if len(bad):
+                raise RecordError(
+                    f"as_dict({self.name!r}): expected finite {name} at trained tokens, found "
+                    f"{float(values[bad[0]])} at token {int(bad[0])} of sample {sample.sample_id!r}"
+                )
+            distinct = np.unique(values[trained])
+            if name in self.one_value_a_row and len(distinct) > 1:
+                raise RecordError(
+                    f"as_dict({self.name!r}): expected one value of {name} a row, found {len(distinct)} in "
+                    f"sample {sample.sample_id!r} ({distinct[0]:g} to {distinct[-1]:g}). "
+                    f"If the trainer gets them another way, say drop=({name!r},)"
+                )
+
+
+def _said(sample: Sample) -> list[str]:
+    """Fields that say something at some trained token."""
+    trained = sample.loss_mask
+    said = [
+        spec.name
+        for spec in TOKEN_FIELDS
+        if spec.name not in _ALWAYS_CARRIED
+        and (values := getattr(sample, spec.name)) is not None
+        and _says(spec.name, values[trained])
+    ]
+    if trained.any():
+        said += ["routed_experts"] if sample.routed_experts is not None else []
+        said += ["media"] if sample.media else []
+    return said
+
+
+def _says(name: str, values: NDArray[Any]) -> bool:
+    if name in LOGPROB_FIELDS:
+        return not np.isnan(values).all()
+    return bool((values != _NEUTRAL.get(name, 0.0)).any())
+
+
+def at_trained(sample: Sample, values: NDArray[Any], filler: float) -> NDArray[Any]:
+    """[T] values where trained, the filler elsewhere."""
+    return np.where(sample.loss_mask, values, np.array(filler, values.dtype))
+
+
+def split(sample: Sample) -> int:
+    """Tokens of the prompt: all before the first that was sampled."""
+    return sample.segments[0].start if sample.segments else len(sample)
+
+
+def merged(
+    own: NDArray[Any] | None, incoming: NDArray[Any], trained: NDArray[np.bool_], unsaid: float
+) -> NDArray[Any]:
+    """[T] the incoming values at trained tokens; elsewhere what was there before."""
+    base = np.full(len(trained), unsaid, incoming.dtype) if own is None else own
+    return np.where(trained, incoming, base)

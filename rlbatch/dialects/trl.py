@@ -1,0 +1,65 @@
+"""TRL's synchronous trainers (GRPO): completion-aligned rows, one advantage each, one temperature for all.
+
+    prompt_ids, prompt_mask [B, P]      padded left
+    completion_ids, completion_mask, sampling_per_token_logps, [old_, ref_]per_token_logps [B, C]
+    tool_mask [B, C]                    only where some completion token is not trained
+    advantages [B], num_items_in_batch []
+
+The temperature is an argument of the trainer (GRPOConfig.temperature), so it is not carried.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlbatch.dialects import rows
+from rlbatch.dialects.dialect import Dialect
+from rlbatch.records import Sample
+
+_LOGPROBS = {
+    "inference_logprobs": "sampling_per_token_logps",
+    "proximal_logprobs": "old_per_token_logps",
+    "ref_logprobs": "ref_per_token_logps",
+}
+
+
+def _encode(samples: Sequence[Sample], drop: frozenset[str]) -> dict[str, Any]:
+    ids, ones, trained = rows.ids(samples), rows.ones(samples), rows.masks(samples)
+    form: dict[str, Any] = {
+        "prompt_ids": rows.prompts(ids, samples),
+        "prompt_mask": rows.prompts(ones, samples),
+        "completion_ids": rows.completions(ids, samples),
+        "completion_mask": rows.completions(ones, samples),
+        "num_items_in_batch": torch.tensor(sum(int(mask.sum()) for mask in trained)),
+    }
+    tool_mask = rows.completions(trained, samples)
+    if not torch.equal(tool_mask, form["completion_mask"]):
+        form["tool_mask"] = tool_mask
+    for name, key in _LOGPROBS.items():
+        if name not in drop and rows.any_has(samples, name):
+            form[key] = rows.completions(rows.trained_values(samples, name), samples)
+    if "advantages" not in drop:
+        form["advantages"] = rows.one_a_row(samples, "advantages", 0.0)
+    return form
+
+
+def _decode(form: Mapping[str, Any], samples: Sequence[Sample]) -> list[dict[str, Any]]:
+    mask: Tensor = form["completion_mask"]
+    ids = rows.own_tokens(form["prompt_ids"], form["completion_ids"], form["prompt_mask"], mask, samples)
+    trained = rows.widened(form.get("tool_mask", mask), mask, samples)
+    fields = {name: rows.widened(form[key], mask, samples) for name, key in _LOGPROBS.items() if key in form}
+    if "advantages" in form:
+        spread = form["advantages"][:, None].expand(mask.shape)
+        fields["advantages"] = rows.widened(spread, mask, samples)
+    return rows.changes(samples, ids, trained, fields)
+
+
+TRL = Dialect(
+    name="trl",
+    carries=("advantages", *_LOGPROBS),
+    one_value_a_row=("advantages",),
+    encode=_encode,
+    decode=_decode,
+)

@@ -1,0 +1,94 @@
+"""Faults that show in several samples together, or against what the caller says besides."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from rlbatch.errors import RecordError
+from rlbatch.faults.planting import Fault
+from rlbatch.records import Sample
+
+TRAINER_VERSION = 100
+"""What the trainer's version must be said to be for `version-too-old`; any lag bound below it will do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetFault:
+    """One way to spoil a list of samples as a list."""
+
+    code: str
+    """Of the finding that names it."""
+    story: str
+    """How it comes about in real pipelines."""
+    spoil: Callable[[list[Sample], list[int]], list[Sample]]
+    """All samples and the indices of those to spoil, in order; what comes of them."""
+    min_samples: int = 1
+    """Fewer offer no place for this fault."""
+
+    def plant(
+        self, samples: Sequence[Sample], rng: np.random.Generator, *, share: float = 1.0
+    ) -> list[Sample]:
+        """A list with `share` of the samples spoilt, at least one.
+
+        Raises:
+            RecordError: there are fewer than `min_samples`.
+        """
+        if len(samples) < self.min_samples:
+            raise RecordError(
+                f"plant: expected at least {self.min_samples} samples for {self.code!r}, found {len(samples)}"
+            )
+        count = max(1, round(share * len(samples)))
+        chosen = rng.choice(len(samples), count, replace=False)
+        return self.spoil(list(samples), sorted(chosen.tolist()))
+
+
+def _duplicated(samples: list[Sample], chosen: list[int]) -> list[Sample]:
+    return samples + [samples[index] for index in chosen]
+
+
+def _group_cut(samples: list[Sample], chosen: list[int]) -> list[Sample]:
+    # One trajectory leaves each group that is hit, so that something of every group stays.
+    lost: dict[str | None, str] = {}
+    for index in chosen:
+        lost.setdefault(samples[index].group_id, samples[index].trajectory_id)
+    return [sample for sample in samples if lost.get(sample.group_id) != sample.trajectory_id]
+
+
+def _teacher_lost(samples: list[Sample], chosen: list[int]) -> list[Sample]:
+    # All but one at most: a field that none has is missing in none.
+    lacking = set(chosen[: len(samples) - 1])
+    return [
+        replace(sample, teacher_logprobs=None if index in lacking else sample.inference_logprobs)
+        for index, sample in enumerate(samples)
+    ]
+
+
+def _version_too_old(sample: Sample, rng: np.random.Generator) -> Sample:
+    return replace(sample, policy_version=np.where(sample.turn >= 0, np.int32(0), np.int32(-1)))
+
+
+SETS: tuple[SetFault | Fault, ...] = (
+    SetFault(
+        code="duplicate-sample",
+        story="A shard was read twice.",
+        spoil=_duplicated,
+    ),
+    SetFault(
+        code="group-incomplete",
+        story="A trajectory that was too long was dropped after advantages were computed.",
+        spoil=_group_cut,
+        min_samples=2,
+    ),
+    SetFault(
+        code="field-missing-in-some",
+        story="The teacher's server failed for some of the samples.",
+        spoil=_teacher_lost,
+        min_samples=2,
+    ),
+    Fault(
+        code="version-too-old",
+        story="A server missed all updates of its weights.",
+        corrupt=_version_too_old,
+    ),
+)

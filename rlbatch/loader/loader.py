@@ -1,0 +1,236 @@
+"""`RolloutLoader`: a store in, batches out; what it is told is in `options`."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from torch.utils.data import IterableDataset, get_worker_info
+
+from rlbatch.batch import Batch, Layout
+from rlbatch.collate import DEFAULT_PADDING, Padding
+from rlbatch.errors import Finding, RecordError, SoundnessError
+from rlbatch.loader.checking import misfit
+from rlbatch.loader.figures import Figures
+from rlbatch.loader.options import DEFAULT_CHECKS, DEFAULT_FEED, DEFAULT_STEPS, Checks, Feed, Steps
+from rlbatch.loader.passes import Made, Pass, Worker
+from rlbatch.loader.position import Position, from_state, to_state
+from rlbatch.loader.prefetch import Demand, Prefetcher
+from rlbatch.loader.ring import BufferRing
+from rlbatch.loader.steps import Shape
+from rlbatch.loader.store import Store
+from rlbatch.loader.transfer import Transfer
+from rlbatch.packing import Room, too_long
+
+HELD_BY_CONSUMER = 2
+"""Batches that a plain loop holds while it asks for the next: its variable, and the one on its way to it."""
+
+
+class RolloutLoader(IterableDataset[Batch]):
+    """Batches of a shard, or of a directory of shards: each sample once an epoch, or an error.
+
+    Iterating is one epoch. `batch.step` says which optimiser step a batch is part of, what the whole step
+    holds over all ranks (`num_loss_tokens` is what a token mean divides by), and whether the batch is its
+    last. All ranks have as many batches; a filler has no trained token.
+
+    Args:
+        path: the shard or the directory.
+        layout: `padded` or `packed`.
+        max_tokens: budget of one batch, padding included.
+        padding: with what, on which side, and to multiples of what.
+        checks: what samples must be, and what becomes of those that are not.
+        steps: which samples share a step, in which order, and how ranks share it.
+        feed: how far ahead batches are made, and where they go.
+
+    Attributes:
+        trainer_version: `policy_version` of the weights in the trainer; with `checks.max_version_lag` the
+            caller sets it before asking for a step's first batch, alike on every rank.
+
+    Raises:
+        StorageError: the files cannot be used; at once, or before the step that needs them.
+        SoundnessError: a sample is longer than the budget (at once), or has a fault (before its step).
+        RecordError: options that contradict each other.
+
+    Example:
+        loader = RolloutLoader("rollouts", layout="packed", max_tokens=16384, steps=Steps(step_samples=512))
+        for batch in loader:
+            loss = token_losses(batch).sum() / batch.step.num_loss_tokens
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        layout: Layout,
+        max_tokens: int,
+        padding: Padding = DEFAULT_PADDING,
+        checks: Checks = DEFAULT_CHECKS,
+        steps: Steps = DEFAULT_STEPS,
+        feed: Feed = DEFAULT_FEED,
+    ) -> None:
+        room = Room(
+            layout=layout,
+            max_tokens=max_tokens,
+            sequence_multiple=padding.sequence_multiple,
+            row_multiple=padding.row_multiple,
+        )
+        self._shape = Shape(room=room, padding=padding)
+        self._checks = checks
+        self._steps = steps
+        self._feed = feed
+        self._store = Store(Path(path), steps)
+        # Where the next pass begins, and where the consumer stands in the present one.
+        self._start = Position()
+        self._position = Position()
+        self._figures = Figures(max_tokens)
+        self.trainer_version: int | None = None
+        if self._store.is_complete and checks.on_fault == "error":
+            self._require_fit()
+
+    @property
+    def num_steps(self) -> int | None:
+        """Steps of the present epoch, those counted of which nothing is left; None while the store grows."""
+        steps = self._store.steps_of(self._position.epoch)
+        return None if steps is None else len(steps)
+
+    def __iter__(self) -> "BatchIterator":
+        """One epoch, or what is left of it where a state was loaded; an abandoned pass begins anew."""
+        worker = get_worker_info()
+        self._check_iteration(in_worker=worker is not None)
+        transfer = Transfer(self._feed.device)
+        one_pass = Pass(
+            store=self._store,
+            shape=self._shape,
+            checks=self._checks,
+            steps=self._steps,
+            ring=BufferRing(num_spare=self._feed.prefetch + HELD_BY_CONSUMER, pinned=transfer.wants_pinned),
+            transfer=transfer,
+            worker=Worker() if worker is None else Worker(index=worker.id, num_workers=worker.num_workers),
+            trainer_version=lambda: self.trainer_version,
+        )
+        start = self._position = self._start
+        self._start = Position(epoch=start.epoch)
+        return BatchIterator(self._handed_over, one_pass, start, depth=self._feed.prefetch)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the present pass, or of the next one where none has begun."""
+        return self._position.epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the next pass be of this epoch; a state that was loaded for it stays in force."""
+        if epoch != self._start.epoch:
+            self._start = self._position = Position(epoch=epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the consumer stands, however far ahead batches were made; plain values, fit for JSON."""
+        return to_state(self._position, options=self._plan_options(), store=self._store.fingerprint())
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let the next pass go on where the state was saved: with the batch that would have come.
+
+        With another number of ranks it goes on with the samples that were left, each once. It is each rank's
+        own state, or that of any other rank that had as many batches.
+
+        Raises:
+            RecordError: it is no state, or one of a loader with other options.
+            StorageError: store-changed, the store is another one.
+        """
+        position, store = from_state(state, options=self._plan_options())
+        self._store.require_same(*store)
+        self._start = self._position = position
+
+    @property
+    def warnings(self) -> tuple[Finding, ...]:
+        """What was doubtful in the steps so far: the newest thousand findings."""
+        return self._figures.warnings
+
+    def metrics(self) -> dict[str, float]:
+        """What was handed over since the loader was made, for a trainer to log: `Figures.metrics`."""
+        return self._figures.metrics()
+
+    def _handed_over(self, made: Made, wait_s: float) -> None:
+        self._position = made.after
+        self._figures.waited(wait_s)
+        if made.sent is None:
+            self._figures.add_found(made.counts.found)
+            self._start = made.after
+        else:
+            self._figures.add(made.counts)
+
+    def _plan_options(self) -> dict[str, Any]:
+        """What the plans depend on; a state is of no use to a loader that plans otherwise."""
+        steps, checks = self._steps, self._checks
+        return {
+            "room": asdict(self._shape.room),
+            "step_samples": steps.step_samples,
+            "seed": steps.seed,
+            "keep_groups": steps.keep_groups,
+            "cost": asdict(steps.cost),
+            "purpose": checks.purpose,
+            "vocab_size": checks.vocab_size,
+            "group_size": checks.group_size,
+            "max_version_lag": checks.max_version_lag,
+            "on_fault": checks.on_fault,
+        }
+
+    def _require_fit(self) -> None:
+        lengths = self._store.reader.lengths.tolist()
+        excess = too_long(lengths, self._shape.room)
+        if excess:
+            origins = zip(excess, self._store.origins(excess), strict=True)
+            raise SoundnessError.of(
+                *(misfit(origin, self._shape.room, f"{lengths[index]} tokens") for index, origin in origins)
+            )
+
+    def _check_iteration(self, *, in_worker: bool) -> None:
+        by_version = self._checks.max_version_lag is not None
+        if by_version and self.trainer_version is None:
+            raise RecordError(
+                "RolloutLoader.trainer_version: expected the version of the trainer's weights, since "
+                "Checks.max_version_lag is given, found None; set it before asking for a batch"
+            )
+        if in_worker and (by_version or self._feed.device is not None):
+            raise RecordError(
+                "RolloutLoader: expected no Feed.device and no Checks.max_version_lag in a worker process, "
+                "which has no device and is not told the trainer's version; iterate in the trainer's process"
+            )
+
+
+class BatchIterator(Iterator[Batch]):
+    """One pass of a loader, made ahead where it is told to; closes itself when nobody holds it any more."""
+
+    def __init__(
+        self,
+        handed_over: Callable[[Made, float], None],
+        one_pass: Pass,
+        start: Position,
+        *,
+        depth: int,
+    ) -> None:
+        self._handed_over = handed_over
+        self._transfer = one_pass.transfer
+        self._demand = Demand()
+        self._ahead: Prefetcher[Made] | None = None
+        self._source: Iterator[Made]
+        if depth:
+            self._source = self._ahead = Prefetcher(
+                lambda demand: one_pass.batches(start, demand), depth=depth
+            )
+        else:
+            self._source = one_pass.batches(start, self._demand)
+
+    def __next__(self) -> Batch:
+        began = perf_counter()
+        made = next(self._source)
+        self._handed_over(made, perf_counter() - began)
+        if made.sent is None:
+            raise StopIteration
+        return self._transfer.receive(made.sent)
+
+    def close(self) -> None:
+        """Let the loader's thread end, and wait for it; what was made ahead is dropped."""
+        self._demand.stopped.set()
+        if self._ahead is not None:
+            self._ahead.close()

@@ -1,0 +1,157 @@
+"""One step: its samples, checked, and the plan that every rank derives from them alike."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from rlbatch.batch import Allocate, Batch
+from rlbatch.collate import Padding, collate
+from rlbatch.errors import Finding
+from rlbatch.loader.checking import Candidates, check_step
+from rlbatch.loader.figures import Found
+from rlbatch.loader.options import Checks, Steps
+from rlbatch.loader.position import Plan, Position, plan_left
+from rlbatch.packing import Room, StepInfo, plan_ranks
+from rlbatch.records import Origin, Purpose, Sample
+
+FILLER_TOKENS = 2
+"""The shortest sequence that has a target."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """How batches are laid out."""
+
+    room: Room
+    padding: Padding
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """The sound samples of one step, and what was set aside."""
+
+    samples: tuple[Sample, ...]
+    origins: tuple[Origin, ...]
+    totals: StepInfo
+    """Of the sound ones; epoch, step and place are not said yet."""
+    set_aside: Candidates
+    faults: tuple[tuple[Finding, ...], ...]
+    """One entry a sample that is set aside."""
+    found: Found
+
+
+def load_step(
+    candidates: Candidates, checks: Checks, shape: Shape, steps: Steps, *, trainer_version: int | None
+) -> Step:
+    """Check the candidates and part the sound ones from the rest.
+
+    Raises:
+        SoundnessError: as `check_step`.
+    """
+    checked = check_step(
+        candidates, checks, shape.room, keep_groups=steps.keep_groups, trainer_version=trainer_version
+    )
+    faults = tuple(checked.faults.values())
+    samples = tuple(candidates.samples[at] for at in checked.sound)
+    return Step(
+        samples=samples,
+        origins=tuple(candidates.origins[at] for at in checked.sound),
+        totals=_totals(samples),
+        set_aside=Candidates(
+            samples=[candidates.samples[at] for at in checked.faults],
+            origins=[candidates.origins[at] for at in checked.faults],
+            repeats={},
+        ),
+        faults=faults,
+        found=Found(
+            num_quarantined=len(faults),
+            findings=(*checked.warnings, *(found for each in faults for found in each)),
+        ),
+    )
+
+
+def _totals(samples: Sequence[Sample]) -> StepInfo:
+    return StepInfo(
+        epoch=0,
+        step=0,
+        index=0,
+        num_batches=0,
+        num_samples=len(samples),
+        num_trajectories=sum(sample.sibling == 0 for sample in samples),
+        num_tokens=sum(map(len, samples)),
+        # As in collation: nothing predicts token 0.
+        num_loss_tokens=sum(int(np.count_nonzero(sample.loss_mask[1:])) for sample in samples),
+    )
+
+
+def plan_step(step: Step, shape: Shape, steps: Steps, position: Position) -> Plan:
+    """The plan of the part of the step that `position` stands in."""
+    lengths = [len(sample) for sample in step.samples]
+    kinds = [sample.logprobs_modes for sample in step.samples]
+    groups = [sample.group_id for sample in step.samples]
+
+    def plan(left: Sequence[int], num_ranks: int) -> Plan:
+        shares = plan_ranks(
+            [lengths[index] for index in left],
+            shape.room,
+            num_ranks=num_ranks,
+            cost=steps.cost,
+            kinds=[kinds[index] for index in left] if len(set(kinds)) > 1 else None,
+            units=_units([groups[index] for index in left]) if steps.keep_groups == "batch" else None,
+        )
+        return [[[left[at] for at in batch] for batch in batches] for batches in shares]
+
+    return plan_left(len(step.samples), position.parts, plan)
+
+
+def make_batch(
+    step: Step, indices: Sequence[int], shape: Shape, *, purpose: Purpose, allocate: Allocate
+) -> Batch:
+    """One micro-batch of the step; of no samples, a filler."""
+    samples = [step.samples[index] for index in indices] or [FILLER]
+    origins = [step.origins[index] for index in indices] or [Origin(path=None, index=0)]
+    return collate(
+        samples,
+        layout=shape.room.layout,
+        purpose=purpose,
+        origins=origins,
+        padding=shape.padding,
+        allocate=allocate,
+    )
+
+
+def _filler() -> Sample:
+    """Two tokens that nobody sampled, of a trajectory that does not begin here: it counts nowhere.
+
+    A rank without samples left still has to take part in every pass through a model that is sharded.
+    """
+
+    def column(value: float, dtype: str) -> np.ndarray:
+        return np.full(FILLER_TOKENS, value, dtype)
+
+    return Sample(
+        token_ids=column(0, "int32"),
+        inference_logprobs=column(np.nan, "float32"),
+        loss_mask=column(0, "bool"),
+        advantages=column(0, "float32"),
+        policy_version=column(-1, "int32"),
+        temperature=column(1, "float32"),
+        turn=column(-1, "int16"),
+        sample_id="filler",
+        trajectory_id="filler",
+        sibling=1,
+        num_siblings=2,
+        provenances=(),
+    )
+
+
+FILLER = _filler()
+
+
+def _units(groups: Sequence[str | None]) -> list[list[int]]:
+    """Places of each group's samples; samples of no group alone."""
+    members: dict[str | int, list[int]] = {}
+    for at, group in enumerate(groups):
+        members.setdefault(group or at, []).append(at)
+    return list(members.values())

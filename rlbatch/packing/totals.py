@@ -1,0 +1,28 @@
+"""`StepInfo`: what a whole optimiser step holds, over all ranks, and one batch's place in it."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepInfo:
+    """Every rank derives the same figures, but for fillers, which count nowhere."""
+
+    epoch: int
+    step: int
+    """Counted from 0 in its epoch."""
+    index: int
+    """Place of this micro-batch among those of its rank in this step, counted from 0."""
+    num_batches: int
+    """Micro-batches of each rank in this step, fillers included."""
+    num_samples: int
+    num_trajectories: int
+    """Each trajectory once, however many samples it became: at its first."""
+    num_tokens: int
+    """Without padding."""
+    num_loss_tokens: int
+    """Trained tokens: what a token mean divides by."""
+
+    @property
+    def is_last(self) -> bool:
+        """After this micro-batch comes `optimizer.step()`."""
+        return self.index == self.num_batches - 1

@@ -1,0 +1,120 @@
+"""Checks on the tokens that begin and end things: BOS, EOS, and what an engine does after one."""
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlbatch.catalogue import finding
+from rlbatch.errors import Finding
+from rlbatch.soundness.subject import Subject
+
+_UNKNOWN = -1
+"""No id."""
+
+
+def bos_wrong(subject: Subject) -> Iterator[Finding]:
+    """Prompts that begin with two BOS, or with none, where the provenance says that they begin with one."""
+    bos = _bos_of_samples(subject)
+    if (bos == _UNKNOWN).all():
+        return
+    ids, first = subject.token_ids, subject.offsets[:-1]
+    second = np.minimum(first + 1, subject.offsets[1:] - 1)
+    known = bos != _UNKNOWN
+    missing = known & (ids[first] != bos)
+    doubled = known & ~missing & (second > first) & (ids[second] == bos)
+    for sample in np.flatnonzero(missing).tolist():
+        yield finding(
+            "bos-missing",
+            where=subject.where(sample, np.zeros(1, np.intp)),
+            expected=f"a prompt that begins with BOS, id {bos[sample]}",
+            found=f"id {ids[first[sample]]} at token 0",
+        )
+    for sample in np.flatnonzero(doubled).tolist():
+        prompt = subject.samples[sample].token_ids
+        count = int(np.argmax(prompt != bos[sample])) or len(prompt)
+        yield finding(
+            "bos-doubled",
+            where=subject.where(sample, np.arange(count)),
+            expected=f"BOS, id {bos[sample]}, once",
+            found=f"{count} times at the start",
+        )
+
+
+def mask_drops_eos(subject: Subject) -> Iterator[Finding]:
+    """Sampled stop tokens that are not trained though the token before each is."""
+    untrained = np.flatnonzero(subject.sampled & ~subject.loss_mask)
+    # Token 0 of a sample is never sampled, so that there is always one before.
+    single = untrained[subject.sampled[untrained - 1] & subject.loss_mask[untrained - 1]]
+    if len(single):
+        single = single[~subject.begins_run(single)]
+    for run, tokens in subject.by_run(single):
+        ids = subject.token_ids[subject.tokens_of(run)]
+        dropped = tokens[np.isin(ids[tokens], subject.provenance_of(run).eos_token_ids)]
+        if len(dropped):
+            yield finding(
+                "mask-drops-eos",
+                where=subject.where_run(run, dropped),
+                expected="a sampled stop token to be trained like the tokens before it",
+                found=f"stop id {ids[dropped[0]]} at token {subject.first_token(run) + dropped[0]} "
+                "is not trained",
+            )
+
+
+def stop_overrun(subject: Subject) -> Iterator[Finding]:
+    """Turns that say they ended at a stop token and have one in their middle."""
+    stopped = _stopped(subject)
+    if not stopped.any():
+        return
+    runs = subject.runs
+    for run, tokens in subject.by_run(_stop_tokens(subject)):
+        last = int(runs.stop[run] - runs.start[run]) - 1
+        if not stopped[run] or tokens[0] == last:
+            continue
+        first = subject.first_token(run)
+        yield finding(
+            "stop-overrun",
+            # Under ignore_eos a stop string may have ended it, and then the last token is no stop token.
+            severity="error" if tokens[-1] == last else "warning",
+            where=subject.where_run(run, np.array([tokens[0] + 1, last])),
+            expected="nothing after the first stop token of a turn that ended with `stop`",
+            found=f"{last - tokens[0]} tokens after the stop token at {first + tokens[0]}",
+        )
+
+
+def _bos_of_samples(subject: Subject) -> NDArray[np.int64]:
+    """[S] by the provenance of each sample's first turn; `_UNKNOWN` where nobody says."""
+    stated = subject.per_run(
+        lambda provenance: _UNKNOWN if provenance.bos_token_id is None else provenance.bos_token_id, "int64"
+    )
+    bos = np.full(len(subject.samples), _UNKNOWN, np.int64)
+    # Written from the last turn to the first, so that the first stays.
+    bos[subject.runs.sample[::-1]] = stated[::-1]
+    return bos
+
+
+def _stop_tokens(subject: Subject) -> NDArray[np.intp]:
+    """Sampled tokens that are stop tokens by the provenance of their run, in order."""
+    ids = subject.token_ids
+    wanted = sorted({token_id for each in subject.provenances for token_id in each.eos_token_ids})
+    hits = np.zeros(len(ids), np.bool_)
+    for token_id in wanted:
+        hits |= ids == token_id
+    at = np.flatnonzero(hits & subject.sampled)
+    if len(subject.provenances) == 1:
+        return at
+    owner = subject.runs.provenance[np.searchsorted(subject.runs.start, at, "right") - 1]
+    known = [np.array(each.eos_token_ids) for each in subject.provenances]
+    own = [bool((known[index] == ids[token]).any()) for index, token in zip(owner, at, strict=True)]
+    return at[np.array(own, np.bool_)]
+
+
+def _stopped(subject: Subject) -> NDArray[np.bool_]:
+    """[G]; True = the engine said that the turn ended with `stop`, and which ids stop is known."""
+    has_ids = subject.per_run(lambda provenance: bool(provenance.eos_token_ids), "bool")
+    said = np.zeros(len(subject.runs), np.bool_)
+    for run in np.flatnonzero(has_ids).tolist():
+        reasons = subject.samples[int(subject.runs.sample[run])].finish_reasons
+        turn = int(subject.runs.turn[run])
+        said[run] = turn < len(reasons) and reasons[turn] == "stop"
+    return said

@@ -1,0 +1,256 @@
+"""What checks are given: `Members`, samples as they are, and `Subject`, their tokens as one run.
+
+Checks look at whole arrays, so that a thousand samples cost little more than one; only what is bad is told
+sample by sample. Numpy; knows no check.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlbatch.errors import RecordError, Where
+from rlbatch.records import Origin, Provenance, Purpose, Sample
+from rlbatch.records.structure import check_scalar
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expectations:
+    """What the caller knows that no sample says."""
+
+    purpose: Purpose
+    vocab_size: int | None = None
+    """Rows of the model's head."""
+    trainer_version: int | None = None
+    """`policy_version` of the weights in the trainer."""
+    max_version_lag: int | None = None
+    """How many versions older than the trainer a trained token may be."""
+    group_size: int | None = None
+    """Trajectories that every group must have."""
+
+    def __post_init__(self) -> None:
+        least = {"vocab_size": 1, "trainer_version": 0, "max_version_lag": 0, "group_size": 1}
+        for name, smallest in least.items():
+            value = getattr(self, name)
+            if value is None:
+                continue
+            check_scalar(name, value, int)
+            if value < smallest:
+                raise RecordError(f"{name}: expected at least {smallest}, found {value}")
+        if self.max_version_lag is not None and self.trainer_version is None:
+            raise RecordError("max_version_lag: expected a trainer_version with it, found none")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Runs:
+    """The G runs of sampled tokens of one turn each, in the flat order."""
+
+    start: NDArray[np.intp]
+    """[G] first token, counted over all samples."""
+    stop: NDArray[np.intp]
+    """[G] one past the last token."""
+    sample: NDArray[np.intp]
+    """[G]"""
+    turn: NDArray[np.int16]
+    """[G]"""
+    provenance: NDArray[np.intp]
+    """[G] index into the distinct provenances."""
+
+    def __len__(self) -> int:
+        return len(self.start)
+
+    def spread(self, values: NDArray[Any], num_tokens: int, elsewhere: float) -> NDArray[Any]:
+        """[G] values, each at all tokens of its run: [num_tokens].
+
+        Example:
+            runs 1:3 and 4:5 of 6 tokens, values [7, 8], elsewhere 0 -> [0, 7, 7, 0, 8, 0]
+        """
+        ends = np.stack([self.start, self.stop], axis=1).ravel()
+        lengths = np.diff(np.concatenate([[0], ends, [num_tokens]]))
+        both = np.full(2 * len(self) + 1, elsewhere, values.dtype)
+        both[1::2] = values
+        return np.repeat(both, lengths)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Members:
+    """S samples, and where they came from."""
+
+    samples: Sequence[Sample]
+    origins: Sequence[Origin]
+    expected: Expectations
+
+    def where(self, sample: int, tokens: NDArray[np.intp] | None = None, turn: int | None = None) -> Where:
+        """The place of a finding: a sample, and the span from the first to the last of its `tokens`."""
+        return Where(
+            path=self.origins[sample].path,
+            sample=self.origins[sample].index,
+            trajectory=self.samples[sample].trajectory_id,
+            turn=turn,
+            start=None if tokens is None else int(tokens[0]),
+            stop=None if tokens is None else int(tokens[-1]) + 1,
+        )
+
+    def parts(self, *, max_tokens: int) -> Iterator["Members"]:
+        """The same samples in runs, each closed once it has `max_tokens` tokens."""
+        first, num_tokens = 0, 0
+        for at, sample in enumerate(self.samples, start=1):
+            num_tokens += len(sample)
+            if num_tokens >= max_tokens or at == len(self.samples):
+                part = slice(first, at)
+                yield Members(samples=self.samples[part], origins=self.origins[part], expected=self.expected)
+                first, num_tokens = at, 0
+
+
+class Scratch:
+    """Memory that subject after subject is written into: fresh pages cost more than the copy does."""
+
+    def __init__(self) -> None:
+        self._arrays: dict[str, NDArray[Any]] = {}
+
+    def joined(self, name: str, parts: Sequence[NDArray[Any]], length: int) -> NDArray[Any]:
+        """The parts end to end, `length` entries in all, in the memory of this name."""
+        held = self._arrays.get(name)
+        if held is None or len(held) < length:
+            # Parts differ a little in length: a quarter more, and it need not grow again.
+            held = self._arrays[name] = np.empty(length + length // 4, parts[0].dtype)
+        return np.concatenate(parts, out=held[:length])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Subject(Members):
+    """S samples of N tokens in all, end to end."""
+
+    offsets: NDArray[np.intp]
+    """[S + 1]; sample i is tokens offsets[i]:offsets[i + 1]."""
+    token_ids: NDArray[np.int32]
+    reported: NDArray[np.float32]
+    """[N] nats: what the engine said, behaviour logprobs or the raw values in their place."""
+    loss_mask: NDArray[np.bool_]
+    advantages: NDArray[np.float32]
+    policy_version: NDArray[np.int32]
+    temperature: NDArray[np.float32]
+    sampled: NDArray[np.bool_]
+    """[N]; True = an engine drew the token."""
+    runs: Runs
+    provenances: tuple[Provenance, ...]
+    """The distinct ones."""
+
+    @classmethod
+    def of(cls, members: Members, scratch: "Scratch") -> "Subject":
+        """The samples end to end; at least one. The next subject of the same scratch overwrites this one."""
+        samples = members.samples
+        offsets = np.concatenate([[0], np.cumsum([len(sample) for sample in samples])])
+        length = int(offsets[-1])
+        turn = scratch.joined("turn", [sample.turn for sample in samples], length)
+        columns = {
+            name: scratch.joined(name, [getattr(sample, name) for sample in samples], length)
+            for name in ("token_ids", "loss_mask", "advantages", "policy_version", "temperature")
+        }
+        runs, provenances = _runs(samples, turn, offsets)
+        return cls(
+            samples=samples,
+            origins=members.origins,
+            expected=members.expected,
+            offsets=offsets,
+            reported=scratch.joined("reported", [_reported(sample) for sample in samples], length),
+            sampled=turn >= 0,
+            runs=runs,
+            provenances=provenances,
+            **columns,
+        )
+
+    def per_run(self, fact: Callable[[Provenance], Any], dtype: str) -> NDArray[Any]:
+        """[G] something that the provenance of each run says."""
+        return np.array([fact(item) for item in self.provenances], dtype)[self.runs.provenance]
+
+    def trained_runs(self, bad: NDArray[np.bool_]) -> Iterator[int]:
+        """Each of the runs in `bad` [G] that has a trained token."""
+        for run in np.flatnonzero(bad).tolist():
+            if self.loss_mask[self.tokens_of(run)].any():
+                yield run
+
+    def by_run(self, bad: NDArray[np.intp]) -> Iterator[tuple[int, NDArray[np.intp]]]:
+        """Each run that has some of these tokens, and which of its own those are, from 0.
+
+        Args:
+            bad: sampled tokens, counted over all samples, in order.
+        """
+        yield from _grouped(bad, self.runs.start)
+
+    def by_sample(self, bad: NDArray[np.intp]) -> Iterator[tuple[int, NDArray[np.intp]]]:
+        """Each sample that has some of these tokens, and which of its own those are, from 0.
+
+        Args:
+            bad: tokens, counted over all samples, in order.
+        """
+        yield from _grouped(bad, self.offsets[:-1])
+
+    def where_run(self, run: int, tokens: NDArray[np.intp] | None = None) -> Where:
+        """The place of a finding: a run, or the span of some of its tokens, counted from its first."""
+        sample = int(self.runs.sample[run])
+        if tokens is None:
+            tokens = np.array([0, self.runs.stop[run] - self.runs.start[run] - 1])
+        return self.where(sample, tokens + self.first_token(run), int(self.runs.turn[run]))
+
+    def first_token(self, run: int) -> int:
+        """Where a run begins in its own sample."""
+        return int(self.runs.start[run] - self.offsets[self.runs.sample[run]])
+
+    def tokens_of(self, run: int) -> slice:
+        """Where a run lies in the flat arrays."""
+        return slice(int(self.runs.start[run]), int(self.runs.stop[run]))
+
+    def begins_run(self, tokens: NDArray[np.intp]) -> NDArray[np.bool_]:
+        """Which of these sampled tokens, counted over all samples, are the first of their run."""
+        first: NDArray[np.bool_] = (
+            self.runs.start[np.searchsorted(self.runs.start, tokens, "right") - 1] == tokens
+        )
+        return first
+
+    def provenance_of(self, run: int) -> Provenance:
+        """How the logprobs of a run came to be."""
+        return self.provenances[int(self.runs.provenance[run])]
+
+
+def _runs(
+    samples: Sequence[Sample], turn: NDArray[np.int16], offsets: NDArray[np.intp]
+) -> tuple[Runs, tuple[Provenance, ...]]:
+    edges = np.zeros(len(turn) + 1, np.bool_)
+    np.not_equal(turn[1:], turn[:-1], out=edges[1:-1])
+    edges[offsets] = True
+    bounds = np.flatnonzero(edges)
+    sampled = turn[bounds[:-1]] >= 0
+    start, stop = bounds[:-1][sampled], bounds[1:][sampled]
+    sample = np.searchsorted(offsets, start, "right") - 1
+    turns = turn[start]
+    distinct: dict[Provenance, int] = {}
+    # Most samples share a few objects, and hashing one means hashing all its fields.
+    seen: dict[int, int] = {}
+    indices = []
+    for row, at in zip(sample.tolist(), turns.tolist(), strict=True):
+        provenance = samples[row].provenances[at]
+        if id(provenance) not in seen:
+            seen[id(provenance)] = distinct.setdefault(provenance, len(distinct))
+        indices.append(seen[id(provenance)])
+    runs = Runs(start=start, stop=stop, sample=sample, turn=turns, provenance=np.array(indices, np.intp))
+    return runs, tuple(distinct)
+
+
+def _reported(sample: Sample) -> NDArray[np.float32]:
+    raw = sample.raw_inference_logprobs
+    if raw is None:
+        return sample.inference_logprobs
+    stand_in = [turn for turn, each in enumerate(sample.provenances) if not each.gives_behaviour_logprobs]
+    return np.where(np.isin(sample.turn, stand_in), raw, sample.inference_logprobs)
+
+
+def _grouped(bad: NDArray[np.intp], starts: NDArray[np.intp]) -> Iterator[tuple[int, NDArray[np.intp]]]:
+    if not len(bad):
+        return
+    owner = np.searchsorted(starts, bad, "right") - 1
+    cuts = np.flatnonzero(np.diff(owner)) + 1
+    for tokens, index in zip(np.split(bad, cuts), owner[[0, *cuts]].tolist(), strict=True):
+        yield index, tokens - starts[index]

@@ -1,0 +1,128 @@
+"""Checks on ids, masks and values of single tokens."""
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlbatch.catalogue import finding
+from rlbatch.errors import Finding
+from rlbatch.soundness.subject import Subject
+from rlbatch.soundness.values import (
+    POSITIVE_TOLERANCE,
+    SENTINEL_AT,
+    VALUE_FAULTS,
+    found_text,
+    positive_code,
+)
+
+_NO_LIMIT = np.iinfo(np.int64).max
+
+
+def token_out_of_range(subject: Subject) -> Iterator[Finding]:
+    """Ids, of prompt and completion alike, beyond the vocabulary of the model or of the provenance."""
+    rows = subject.expected.vocab_size or _NO_LIMIT
+    sizes = np.full(len(subject.samples), rows, np.int64)
+    stated = subject.per_run(lambda provenance: provenance.vocab_size or _NO_LIMIT, "int64")
+    np.minimum.at(sizes, subject.runs.sample, stated)
+    if int(subject.token_ids.max()) < int(sizes.min()):
+        return
+    bad = subject.token_ids >= np.repeat(sizes, np.diff(subject.offsets))
+    for sample, tokens in subject.by_sample(np.flatnonzero(bad)):
+        first = int(subject.samples[sample].token_ids[tokens[0]])
+        yield finding(
+            "token-out-of-range",
+            where=subject.where(sample, tokens),
+            expected=f"ids below the vocabulary size {sizes[sample]}",
+            found=f"id {first} at token {tokens[0]}{_more(tokens)}{_beyond(first, subject)}",
+        )
+
+
+def _beyond(token_id: int, subject: Subject) -> str:
+    """Which limit an id is beyond, where the model's is known besides the tokenizer's."""
+    rows = subject.expected.vocab_size
+    if rows is None:
+        return ""
+    if token_id < rows:
+        return f": a slot of the model's {rows} rows that no token of the tokenizer has"
+    return f": beyond the model's {rows} rows, so that it has no embedding"
+
+
+def impossible_values(subject: Subject) -> Iterator[Finding]:
+    """NaN, infinities, markers and positive values at trained tokens that have a provenance."""
+    values = subject.reported
+    # Written so that NaN is suspect too: one look at all values, a second at the suspects only.
+    possible = (values <= POSITIVE_TOLERANCE) & (values > SENTINEL_AT)
+    suspect = subject.loss_mask & subject.sampled & ~possible
+    for run, tokens in subject.by_run(np.flatnonzero(suspect)):
+        reported = values[subject.tokens_of(run)]
+        for fault in VALUE_FAULTS:
+            bad = tokens[fault.test(reported[tokens])]
+            if len(bad):
+                positive = fault.code == "logprob-positive"
+                yield finding(
+                    positive_code(reported[np.isfinite(reported)]) if positive else fault.code,
+                    where=subject.where_run(run, bad),
+                    expected=fault.expected,
+                    found=found_text(reported, bad, subject.first_token(run)),
+                )
+
+
+def low_precision_logprobs(subject: Subject) -> Iterator[Finding]:
+    """Turns whose logprobs all lie on the grid of bf16 numbers, which float32 values do not."""
+    runs = subject.runs
+    long = np.flatnonzero(runs.stop - runs.start >= MIN_GRID_VALUES)
+    if not len(long):
+        return
+    first = subject.reported[runs.start[long, None] + np.arange(MIN_GRID_VALUES)]
+    for run in long[_on_bf16_grid(first).all(axis=1)].tolist():
+        values = subject.reported[subject.tokens_of(run)]
+        informative = np.isfinite(values) & (values != 0)
+        num_distinct = len(np.unique(values[informative]))
+        if num_distinct >= MIN_GRID_VALUES and _on_bf16_grid(values).all():
+            yield finding(
+                "low-precision-logprobs",
+                where=subject.where_run(run),
+                expected="float32 logprobs",
+                found=f"{num_distinct} distinct values, each a bf16 number",
+            )
+
+
+MIN_GRID_VALUES = 16
+"""Distinct values other than 0: one float32 lies on the bf16 grid by a chance of 2^-16, so many do not."""
+
+
+def _on_bf16_grid(values: NDArray[np.float32]) -> NDArray[np.bool_]:
+    # The upper half of a float32 is a bf16.
+    on_grid: NDArray[np.bool_] = (values.view(np.uint32) & np.uint32(0xFFFF)) == 0
+    return on_grid
+
+
+def mask_without_logprob(subject: Subject) -> Iterator[Finding]:
+    """Trained tokens that nobody sampled."""
+    for sample, tokens in subject.by_sample(np.flatnonzero(subject.loss_mask & ~subject.sampled)):
+        yield finding(
+            "mask-without-logprob",
+            where=subject.where(sample, tokens),
+            expected="loss_mask True at sampled tokens only",
+            found=f"token {tokens[0]} is trained and was not sampled{_more(tokens)}",
+        )
+
+
+def advantage_not_finite(subject: Subject) -> Iterator[Finding]:
+    """Advantages that make the loss NaN."""
+    bad = ~np.isfinite(subject.advantages)
+    if not bad.any():
+        return
+    bad &= subject.loss_mask
+    for sample, tokens in subject.by_sample(np.flatnonzero(bad)):
+        yield finding(
+            "advantage-not-finite",
+            where=subject.where(sample, tokens),
+            expected="finite advantages at trained tokens",
+            found=found_text(subject.samples[sample].advantages, tokens, 0),
+        )
+
+
+def _more(bad: NDArray[np.intp]) -> str:
+    return f" ({len(bad)} such tokens)" if len(bad) > 1 else ""

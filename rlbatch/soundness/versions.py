@@ -1,0 +1,73 @@
+"""Checks on which weights drew which tokens."""
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlbatch.catalogue import finding
+from rlbatch.errors import Finding, Severity
+from rlbatch.records import UNKNOWN_VERSION
+from rlbatch.soundness.subject import Subject
+
+
+def version_too_old(subject: Subject) -> Iterator[Finding]:
+    """Trained tokens that weights drew which are further behind the trainer's than the caller allows."""
+    newest, most = subject.expected.trainer_version, subject.expected.max_version_lag
+    if newest is None or most is None:
+        return
+    version = subject.policy_version
+    old = (version < newest - most) & (version != UNKNOWN_VERSION)
+    for run, tokens in subject.by_run(np.flatnonzero(old & subject.loss_mask & subject.sampled)):
+        oldest = int(version[subject.tokens_of(run)][tokens].min())
+        yield finding(
+            "version-too-old",
+            severity=_severity(subject),
+            where=subject.where_run(run, tokens),
+            expected=f"at most {most} versions behind the trainer's {newest}",
+            found=f"version {oldest}, {newest - oldest} behind{_share(subject, run, tokens)}",
+        )
+
+
+def version_gap(subject: Subject) -> Iterator[Finding]:
+    """Sampled tokens without a version in a turn that has one for others."""
+    unknown = (subject.policy_version == UNKNOWN_VERSION) & subject.sampled
+    for run, tokens in subject.by_run(np.flatnonzero(unknown)):
+        versions = subject.policy_version[subject.tokens_of(run)]
+        if len(tokens) == len(versions):
+            continue
+        yield finding(
+            "version-gap",
+            where=subject.where_run(run, tokens),
+            expected="a version for every token of a turn, or for none",
+            found=f"no version at token {subject.first_token(run) + tokens[0]}{_share(subject, run, tokens)}",
+        )
+
+
+def version_mixed(subject: Subject) -> Iterator[Finding]:
+    """Turns that several versions of the weights drew."""
+    version, sampled = subject.policy_version, subject.sampled
+    # Most changes are where a prompt ends: few are left to look at, whatever the number of tokens.
+    at = np.flatnonzero(version[1:] != version[:-1]) + 1
+    at = at[sampled[at] & (version[at] != UNKNOWN_VERSION) & (version[at - 1] != UNKNOWN_VERSION)]
+    # Between two turns, and two samples, weights may change.
+    for run, tokens in subject.by_run(at[~subject.begins_run(at)] if len(at) else at):
+        versions = version[subject.tokens_of(run)]
+        shown = ", ".join(map(str, [versions[0], *versions[tokens]]))
+        back = bool((versions[tokens] < versions[tokens - 1]).any())
+        yield finding(
+            "version-mixed",
+            where=subject.where_run(run),
+            expected="one version of the weights for one turn",
+            found=f"versions {shown}; the first change is at token {subject.first_token(run) + tokens[0]}",
+            likely="the labels are of other tokens: weights do not go back" if back else None,
+        )
+
+
+def _severity(subject: Subject) -> Severity:
+    return "warning" if subject.expected.purpose == "audit" else "error"
+
+
+def _share(subject: Subject, run: int, tokens: NDArray[np.intp]) -> str:
+    length = int(subject.runs.stop[run] - subject.runs.start[run])
+    return f", {len(tokens)} of {length} tokens"

@@ -1,0 +1,104 @@
+"""The structure of all samples of a shard, checked and derived at once: what `Sample` does one by one.
+
+A thousand samples cost little more than one. Where anything is not as it must be, nothing is derived, and the
+samples are made one by one, so that the one that is wrong says so. Knows arrays; makes no sample.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlbatch.records import UNKNOWN_VERSION, Segment
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Derived:
+    """Of N samples with G runs of sampled tokens of one turn each."""
+
+    first_run: NDArray[np.int64]
+    """[N+1] the runs of sample i are first_run[i]:first_run[i+1]."""
+    spans: NDArray[np.int64]
+    """[G, 3] (start, stop, turn), counted in the sample's own tokens."""
+    versions: NDArray[np.int32]
+    """[G] the one version that drew the run; -1 where unknown or more than one."""
+    num_loss_tokens: NDArray[np.int64]
+    """[N] trained tokens, but for token 0."""
+
+    def segments(self, index: int) -> tuple[Segment, ...]:
+        """Those of one sample."""
+        spans = self.spans[self.first_run[index] : self.first_run[index + 1]].tolist()
+        return tuple(Segment(row=0, start=start, stop=stop, turn=turn) for start, stop, turn in spans)
+
+    def segment_versions(self, index: int) -> tuple[int, ...]:
+        """Those of one sample."""
+        return tuple(self.versions[self.first_run[index] : self.first_run[index + 1]].tolist())
+
+
+def derive(arrays: Mapping[str, NDArray[Any]], *, num_provenances: int) -> Derived | None:
+    """Check the structure of all samples and find their runs; None where some sample's is not right.
+
+    Args:
+        arrays: of the shard, whose extents were checked.
+        num_provenances: how many distinct ones the shard holds.
+    """
+    offsets = arrays["offsets"]
+    if not (np.diff(offsets) > 0).all() or not _names_are_right(arrays, num_provenances):
+        return None
+    firsts, turn = offsets[:-1], arrays["turn"]
+    num_turns = np.diff(arrays["provenances.offsets"])
+    if (
+        int(arrays["token_ids"].min()) < 0
+        or (turn[firsts] != -1).any()
+        or int(turn.min()) < -1
+        or (np.maximum.reduceat(turn, firsts) >= num_turns).any()
+    ):
+        return None
+    loss_mask = arrays["loss_mask"]
+    num_loss_tokens = np.add.reduceat(loss_mask, firsts, dtype=np.int64) - loss_mask[firsts]
+    return _runs(offsets, turn, arrays["policy_version"], num_loss_tokens)
+
+
+def _names_are_right(arrays: Mapping[str, NDArray[Any]], num_provenances: int) -> bool:
+    sibling, num_siblings, provenances = arrays["sibling"], arrays["num_siblings"], arrays["provenances"]
+    if (sibling < 0).any() or (sibling >= num_siblings).any():
+        return False
+    if len(provenances) and not 0 <= int(provenances.min()) <= int(provenances.max()) < num_provenances:
+        return False
+    if not all((np.diff(arrays[f"{name}.offsets"]) > 0).all() for name in ("sample_id", "trajectory_id")):
+        return False
+    return all(map(_is_utf8, (arrays["sample_id"], arrays["trajectory_id"], arrays["group_id"])))
+
+
+def _is_utf8(text: NDArray[np.uint8]) -> bool:
+    try:
+        text.tobytes().decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _runs(
+    offsets: NDArray[np.int64],
+    turn: NDArray[np.int16],
+    version: NDArray[np.int32],
+    num_loss_tokens: NDArray[np.int64],
+) -> Derived:
+    # A run begins where the turn changes; token 0 of a sample is never sampled, so no run crosses samples.
+    starts = np.concatenate([[0], np.flatnonzero(turn[1:] != turn[:-1]) + 1])
+    stops = np.append(starts[1:], len(turn))
+    sampled = turn[starts] >= 0
+    starts, stops = starts[sampled], stops[sampled]
+    sample = np.searchsorted(offsets, starts, side="right") - 1
+    # One version throughout: the next change behind the first token is not before the end.
+    changes = np.append(np.flatnonzero(version[1:] != version[:-1]) + 1, len(version))
+    next_change = changes[np.searchsorted(changes, starts, side="right")]
+    own = offsets[sample]
+    return Derived(
+        first_run=np.searchsorted(sample, np.arange(len(offsets))),
+        spans=np.stack([starts - own, stops - own, turn[starts].astype(np.int64)], axis=1),
+        versions=np.where(next_change >= stops, version[starts], np.int32(UNKNOWN_VERSION)),
+        num_loss_tokens=num_loss_tokens,
+    )

@@ -1,0 +1,197 @@
+"""`group=` on two and three gloo processes with uneven shards, against the unsharded float64 definition.
+
+Each rank computes everything once and saves it; the tests compare what all ranks have saved.
+"""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, multiprocessing
+
+from rlbatch_kernels import GroupError, ShapeError, VocabGroup, linear_logprobs, token_logprobs
+
+# By world. The last rank of three holds one column, and no token of the batch has its target there.
+SIZES = {2: (600, 403), 3: (500, 502, 1)}
+VOCAB_SIZE = 1003
+# First and last column of every shard but the one without targets, and some inside.
+TARGETS = (0, 599, 600, 499, 500, 1001, 37, 700, 250)
+TEMPERATURE = 0.7
+SOFT_CAPS = (None, 5.0)
+
+
+def normal(*shape: int, scale: float = 1.0, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def problem() -> dict[str, Tensor]:
+    """Nine positions, all but one trained; an excluded column, and a row with a whole shard excluded."""
+    logits = normal(9, VOCAB_SIZE, scale=3)
+    logits[:, 11] = -math.inf
+    logits[3, :500] = -math.inf
+    return {
+        "logits": logits,
+        "hidden": normal(9, 24, seed=1),
+        "weight": normal(VOCAB_SIZE, 24, scale=0.6, seed=2),
+        "bias": normal(VOCAB_SIZE, seed=3),
+        "ids": torch.tensor(TARGETS),
+        "mask": torch.arange(9) % 5 != 4,
+        "temperature": torch.rand(9, generator=torch.Generator().manual_seed(4)) + 0.5,
+        "upstream": normal(9, seed=5),
+    }
+
+
+def exact(soft_cap: float | None) -> dict[str, Tensor]:
+    """Values and gradients of the whole, in float64 by autograd."""
+    given = {
+        name: value.double() if value.is_floating_point() else value for name, value in problem().items()
+    }
+    logits, hidden, weight, bias = (
+        given[name].requires_grad_() for name in ("logits", "hidden", "weight", "bias")
+    )
+
+    def chosen(values: Tensor) -> Tensor:
+        logprobs = (values / given["temperature"][:, None]).log_softmax(-1)
+        return logprobs.gather(-1, given["ids"][:, None])[:, 0].where(given["mask"], 0.0)
+
+    product = (hidden @ weight.T + bias) * 0.8
+    product = product if soft_cap is None else soft_cap * torch.tanh(product / soft_cap)
+    token, linear = chosen(logits), chosen(product)
+    (grad_logits,) = torch.autograd.grad((token * given["upstream"]).sum(), logits)
+    grads = torch.autograd.grad((linear * given["upstream"]).sum(), (hidden, weight, bias))
+    named = dict(zip(("grad_hidden", "grad_weight", "grad_bias"), grads, strict=True))
+    return {"token": token.detach(), "linear": linear.detach(), "grad_logits": grad_logits, **named}
+
+
+def sharded(group: VocabGroup, soft_cap: float | None) -> dict[str, Tensor]:
+    """The same on one rank, from its own columns."""
+    given = problem()
+    own = slice(group.first_column, group.first_column + group.sizes[group.rank])
+    logits = given["logits"][:, own].clone().requires_grad_()
+    hidden = given["hidden"].requires_grad_()
+    weight, bias = (given[name][own].clone().requires_grad_() for name in ("weight", "bias"))
+    common: dict[str, Any] = {"temperature": given["temperature"], "mask": given["mask"], "group": group}
+    token = token_logprobs(logits, given["ids"], **common)
+    linear = linear_logprobs(
+        hidden, weight, given["ids"], bias=bias, logit_scale=0.8, soft_cap=soft_cap, **common
+    )
+    (token * given["upstream"]).sum().backward()
+    (linear * given["upstream"]).sum().backward()
+    leaves = {"logits": logits, "hidden": hidden, "weight": weight, "bias": bias}
+    grads = {f"grad_{name}": leaf.grad for name, leaf in leaves.items()}
+    return {"token": token.detach(), "linear": linear.detach(), **grads}
+
+
+def refusals(group: VocabGroup) -> dict[str, str]:
+    """What each mistake is answered with on this rank."""
+    size, rank = group.sizes[group.rank], group.rank
+    mask = torch.ones(2, dtype=torch.bool)
+    ids = torch.tensor([5, 700])
+    mistakes: dict[str, Any] = {
+        # A batch of one's own: data parallel, not tensor parallel.
+        "ids": ((torch.zeros(2, size), ids + rank), {"temperature": 1.0}),
+        "temperature": ((torch.zeros(2, size), ids), {"temperature": 1.0 + rank}),
+        "columns": ((torch.zeros(2, size + 1), ids), {"temperature": 1.0}),
+    }
+    told = {}
+    for name, (arguments, options) in mistakes.items():
+        try:
+            token_logprobs(*arguments, mask=mask, group=group, **options)
+        except (GroupError, ShapeError) as error:
+            told[name] = f"{type(error).__name__}: {error}"
+    try:
+        VocabGroup.of(group.process_group, rank, device="cpu")
+    except ShapeError as error:
+        told["empty"] = str(error)
+    return told
+
+
+def rank_main(rank: int, world: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=world)
+    group = VocabGroup.of(dist.group.WORLD, SIZES[world][rank], device="cpu")
+    answer: dict[Any, Any] = {cap: sharded(group, cap) for cap in SOFT_CAPS}
+    answer["poisoned"] = poisoned(group)
+    answer["refusals"] = refusals(group)
+    answer["facts"] = (group.vocab_size, group.first_column)
+    torch.save(answer, folder / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+def poisoned(group: VocabGroup) -> Tensor:
+    """Logprobs where NaN, +inf, and a row of -inf lie in the columns of one rank or of all."""
+    logits = torch.zeros(4, group.sizes[group.rank])
+    if group.rank == 0:
+        logits[1, 3], logits[2, 3] = math.nan, math.inf
+    logits[3] = -math.inf
+    ids, mask = torch.full((4,), 700), torch.ones(4, dtype=torch.bool)
+    return token_logprobs(logits, ids, temperature=1.0, mask=mask, group=group)
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def answers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
+    """What each rank of a world computed."""
+    folder = tmp_path_factory.mktemp(f"world{request.param}")
+    multiprocessing.spawn(rank_main, args=(request.param, folder), nprocs=request.param)
+    return [torch.load(folder / f"{rank}.pt") for rank in range(request.param)]
+
+
+@pytest.mark.parametrize("soft_cap", SOFT_CAPS)
+def test_values_equal_the_unsharded_ones_and_are_the_same_bits_on_every_rank(
+    answers: list[dict[Any, Any]], soft_cap: float | None
+) -> None:
+    expected = exact(soft_cap)
+    for name in ("token", "linear"):
+        for answer in answers:
+            assert torch.equal(answer[soft_cap][name], answers[0][soft_cap][name])
+        torch.testing.assert_close(answers[0][soft_cap][name].double(), expected[name], atol=5e-6, rtol=0)
+
+
+@pytest.mark.parametrize("soft_cap", SOFT_CAPS)
+def test_the_gradient_of_hidden_is_whole_on_every_rank(
+    answers: list[dict[Any, Any]], soft_cap: float | None
+) -> None:
+    expected = exact(soft_cap)["grad_hidden"]
+    for answer in answers:
+        assert torch.equal(answer[soft_cap]["grad_hidden"], answers[0][soft_cap]["grad_hidden"])
+        apart = (answer[soft_cap]["grad_hidden"].double() - expected).norm()
+        assert apart <= 1e-6 * expected.norm()
+
+
+@pytest.mark.parametrize("soft_cap", SOFT_CAPS)
+@pytest.mark.parametrize(("name", "axis"), [("logits", 1), ("weight", 0), ("bias", 0)])
+def test_each_ranks_own_gradients_together_are_those_of_the_whole(
+    answers: list[dict[Any, Any]], name: str, axis: int, soft_cap: float | None
+) -> None:
+    expected = exact(soft_cap)[f"grad_{name}"]
+    found = torch.cat([answer[soft_cap][f"grad_{name}"] for answer in answers], dim=axis).double()
+    assert found.shape == expected.shape
+    assert (found - expected).norm() <= 1e-6 * expected.norm()
+
+
+def test_each_rank_knows_its_place(answers: list[dict[Any, Any]]) -> None:
+    sizes = SIZES[len(answers)]
+    for rank, answer in enumerate(answers):
+        assert answer["facts"] == (VOCAB_SIZE, sum(sizes[:rank]))
+
+
+def test_what_is_not_finite_on_one_rank_is_nan_on_all(answers: list[dict[Any, Any]]) -> None:
+    for answer in answers:
+        assert answer["poisoned"].isnan().tolist() == [False, True, True, True]
+        assert answer["poisoned"][0].item() == pytest.approx(-math.log(VOCAB_SIZE), abs=1e-6)
+
+
+def test_ranks_that_disagree_are_told_so_on_every_rank(answers: list[dict[Any, Any]]) -> None:
+    ranks = range(len(answers))
+    for rank, answer in enumerate(answers):
+        told = answer["refusals"]
+        assert f"GroupError: target_ids: found {[5.0 + at for at in ranks]} by rank at trained" in told["ids"]
+        assert f"GroupError: temperature: found {[1.0 + at for at in ranks]} by rank" in told["temperature"]
+        size = SIZES[len(answers)][rank]
+        assert (
+            f"logits: found {size + 1} columns, expected {size}, the share of rank {rank}" in told["columns"]
+        )
+        assert f"num_columns: found {list(ranks)} by rank, expected at least 1" in told["empty"]

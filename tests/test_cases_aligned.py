@@ -1,0 +1,330 @@
+"""Faults that only the trainer's logprobs or logits show, each with its clean twin, in both layouts."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from aligned_cases import Row, batch_of, drawn, judged, log_softmax, logits_of, told
+
+from rlbatch.alignment import require_aligned
+from rlbatch.errors import AlignmentError
+
+LAYOUTS = pytest.mark.parametrize("layout", ["padded", "packed"])
+NOISE = pytest.mark.parametrize("noise", [0.0, 0.01])
+"""Of float32 and of bf16 size."""
+
+
+def rows_of(num_rows=12, num_tokens=48, **how):
+    return [drawn(num_tokens, seed, **how) for seed in range(num_rows)]
+
+
+def moved(row, inference):
+    return replace(row, inference=np.asarray(inference))
+
+
+# -- clean -----------------------------------------------------------------------------------------------
+
+
+@LAYOUTS
+@pytest.mark.parametrize("noise", [0.0, 0.01, 0.1, 0.35])
+def test_clean_rows_are_silent_at_every_noise(noise, layout):
+    assert told(judged(rows_of(16, noise=noise), layout=layout)) == []
+
+
+# -- places ----------------------------------------------------------------------------------------------
+
+
+@LAYOUTS
+@NOISE
+@pytest.mark.parametrize("lag", [-3, -2, -1, 1, 2, 3])
+def test_a_lag_is_named_with_its_sign_and_size_in_one_row_of_many(lag, noise, layout):
+    rows = rows_of(noise=noise)
+    rows[4] = moved(rows[4], np.roll(rows[4].inference, -lag))
+    verdict = judged(rows, layout=layout)
+    assert [(found.code, found.where.sample) for found in verdict.findings] == [("shifted", 4)]
+    assert f"at lag {lag:+d}" in verdict.findings[0].found
+
+
+@NOISE
+def test_several_insertions_in_one_row_are_named_with_their_places(noise):
+    rows = rows_of(num_rows=9, num_tokens=240, noise=noise)
+    values = rows[2].inference
+    # Two entries too many: from 80 on lag -1, from 160 on lag -2.
+    rows[2] = moved(rows[2], np.concatenate([values[:80], [-1.0], values[80:159], [-2.0], values[159:238]]))
+    (found,) = judged(rows).findings
+    assert (found.code, found.where.sample) == ("shifted-from", 2)
+    # The completion begins at token 3 of its sequence.
+    assert abs(found.where.start - 83) <= 3
+    assert "at lag -1" in found.found
+    place = found.found.partition("lag -2 from token ")[2].partition(" ")[0]
+    assert abs(int(place) - 163) <= 3
+
+
+def test_rows_that_changed_places_name_their_owners():
+    rows = rows_of()
+    order = [0, 2, 1, *range(3, 12)]
+    swapped = [moved(row, rows[owner].inference) for row, owner in zip(rows, order, strict=True)]
+    verdict = judged(swapped)
+    assert [(found.code, found.where.sample) for found in verdict.findings] == [
+        ("rows-permuted", 1),
+        ("rows-permuted", 2),
+    ]
+    assert "those of sample 2, trajectory 'row2'" in verdict.findings[0].found
+    assert "those of sample 1, trajectory 'row1'" in verdict.findings[1].found
+
+
+def test_lags_that_follow_the_number_of_the_row_are_a_rule():
+    rows = rows_of(num_rows=6)
+    shifted = [moved(row, np.roll(row.inference, number)) for number, row in enumerate(rows)]
+    verdict = judged(shifted)
+    assert [(found.code, found.where.sample) for found in verdict.findings] == [
+        ("shifted-by-rule", number) for number in range(1, 6)
+    ]
+    assert "minus its number in the batch +0" in verdict.findings[0].found
+
+
+# -- another distribution --------------------------------------------------------------------------------
+
+
+@LAYOUTS
+@NOISE
+@pytest.mark.parametrize(("real", "stated"), [(0.7, 1.0), (1.3, 1.0), (1.0, 0.6)])
+def test_a_temperature_that_was_not_stated_is_named_with_both_values(real, stated, noise, layout):
+    rows = rows_of(temperature=real, noise=noise)
+    # The trainer divides by what is stated.
+    at = np.arange(48)
+    rows = [replace(row, trainer=log_softmax(row.logits / stated)[at, row.ids]) for row in rows]
+    (found,) = judged(rows, temperature=stated, layout=layout).findings
+    assert found.code == "temperature-mismatch"
+    named = float(found.found.removeprefix("temperature ").partition(",")[0])
+    assert named == pytest.approx(real, rel=0.05)
+    assert f"where {stated:g} is stated" in found.found
+
+
+@NOISE
+def test_logprobs_divided_after_the_softmax_are_told_from_a_temperature(noise):
+    rows = rows_of(temperature=0.7, noise=noise)
+    at = np.arange(48)
+    rows = [moved(row, log_softmax(row.logits)[at, row.ids] / 0.7) for row in rows]
+    (found,) = judged(rows, temperature=0.7).findings
+    assert found.code == "divided-by-temperature"
+    assert float(found.found.rpartition("divided by ")[2].partition(",")[0]) == pytest.approx(0.7, rel=0.05)
+
+
+@NOISE
+@pytest.mark.parametrize("kept", [3, 8, 20])
+def test_a_kept_set_that_nobody_stated_is_named_with_its_size(kept, noise):
+    (found,) = judged(rows_of(16, kept=kept, noise=noise)).findings
+    assert found.code == "truncation-renormalized"
+    assert found.found.startswith("top_k ")
+    assert float(found.found.split()[1]) == pytest.approx(kept, rel=0.2)
+
+
+def test_a_repetition_penalty_is_named():
+    rows = rows_of(16)
+    spoilt = []
+    for row in rows:
+        values = []
+        for at, token in enumerate(row.ids):
+            logits = row.logits[at].copy()
+            seen = np.unique([1, 5, 9, *row.ids[:at]])
+            logits[seen] = np.where(logits[seen] > 0, logits[seen] / 1.3, logits[seen] * 1.3)
+            values.append(log_softmax(logits)[token])
+        spoilt.append(moved(row, values))
+    (found,) = judged(spoilt).findings
+    assert found.code == "penalties-applied"
+    assert float(found.found.removeprefix("repetition_penalty ").split()[0]) == pytest.approx(1.3, rel=0.05)
+
+
+@NOISE
+@pytest.mark.parametrize(("base", "name"), [(2.0, "base 2"), (10.0, "base 10")])
+def test_another_base_is_named(base, name, noise):
+    rows = rows_of(noise=noise)
+    (found,) = judged([moved(row, row.inference / np.log(base)) for row in rows], logits=False).findings
+    assert found.code == "wrong-base"
+    assert name in found.found
+
+
+def test_the_most_probable_tokens_value_in_place_of_the_drawn_ones_is_named():
+    rows = [moved(row, log_softmax(row.logits).max(-1)) for row in rows_of()]
+    assert told(judged(rows)) == ["wrong-token-logprob"]
+
+
+# -- the trainer's side ----------------------------------------------------------------------------------
+
+
+def test_a_trainer_that_passes_its_loss_is_told_that_the_sign_is_wrong():
+    rows = [replace(row, trainer=-row.trainer) for row in rows_of(num_rows=2)]
+    verdict = judged(rows, logits=False)
+    assert told(verdict) == ["sign-flipped"] * 2
+    assert "the trainer's are above 0" in verdict.findings[0].found
+
+
+def test_logits_in_place_of_trainer_logprobs_are_named():
+    at = np.arange(48)
+    rows = [replace(row, trainer=row.logits[at, row.ids]) for row in rows_of()]
+    assert set(told(judged(rows))) == {"logits-not-logprobs"}
+
+
+def test_a_trainer_that_scores_with_the_next_logits_is_named():
+    def late(row):
+        logprobs = log_softmax(np.concatenate([row.logits[1:], row.logits[:1]]))
+        return replace(row, trainer=logprobs[np.arange(48), row.ids])
+
+    assert set(told(judged([late(row) for row in rows_of()]))) == {"no-causal-shift"}
+
+
+def test_two_passes_that_disagree_are_dropout():
+    rng = np.random.default_rng(0)
+    at = np.arange(48)
+
+    def again(row):
+        noisy = row.logits + rng.normal(0, 0.6, row.logits.shape)
+        return replace(row, trainer=log_softmax(noisy)[at, row.ids])
+
+    assert told(judged([again(row) for row in rows_of()])) == ["dropout-on"]
+
+
+def test_pack_1_an_error_in_all_sequences_of_a_pack_but_the_first_is_a_leak():
+    rng = np.random.default_rng(0)
+    rows = rows_of(num_rows=6)
+    leaking = [
+        replace(row, trainer=row.trainer - index * 0.08 * np.abs(rng.normal(size=48)))
+        for index, row in enumerate(rows)
+    ]
+    for logits in (True, False):
+        assert told(judged(leaking, layout="packed", logits=logits)) == ["boundary-leak"]
+    assert told(judged(rows, layout="packed")) == []
+
+
+# -- one end of a turn -----------------------------------------------------------------------------------
+
+
+def test_a_beginning_of_rubbish_that_ends_on_a_block_is_of_the_prefix_cache():
+    rows = rows_of(num_tokens=96)
+    values = rows[3].inference.copy()
+    # Token 3 is the first sampled one: entry 29 is token 32, where the third block begins.
+    values[:29] -= np.random.default_rng(0).uniform(3, 6, 29)
+    rows[3] = moved(rows[3], values)
+    (found,) = judged(rows).findings
+    assert (found.code, found.where.sample) == ("prefix-cache-rubbish", 3)
+    assert (found.where.start, found.where.stop) == (3, 32)
+
+
+def test_last_tokens_of_something_else_are_named():
+    rows = rows_of(num_tokens=96)
+    values = rows[3].inference.copy()
+    values[-3:] -= [3.5, 5.0, 4.0]
+    rows[3] = moved(rows[3], values)
+    (found,) = judged(rows).findings
+    assert (found.code, found.where.sample) == ("last-tokens-wrong", 3)
+    assert (found.where.start, found.where.stop) == (96, 99)
+
+
+def test_other_weights_from_some_token_on_are_named():
+    rows = rows_of(num_tokens=160)
+    rng = np.random.default_rng(0)
+    values = rows[3].inference.copy()
+    values[80:] -= np.abs(rng.normal(0, 0.9, 80)) * -np.expm1(values[80:])
+    rows[3] = moved(rows[3], values)
+    (found,) = judged(rows).findings
+    assert (found.code, found.where.sample) == ("mixed-versions", 3)
+    assert abs(found.where.start - 83) <= 4
+    assert "the labels say no version" in found.found
+
+
+# -- the callback ----------------------------------------------------------------------------------------
+
+
+def rows_at_another_temperature():
+    at = np.arange(48)
+    return [replace(row, trainer=log_softmax(row.logits / 2)[at, row.ids]) for row in rows_of()]
+
+
+def fails(batch, index, start, stop):
+    raise RuntimeError("out of memory")
+
+
+def too_few(batch, index, start, stop):
+    return torch.zeros(stop - start - 1, 96)
+
+
+def too_small(batch, index, start, stop):
+    return torch.zeros(stop - start, 3)
+
+
+def not_finite(batch, index, start, stop):
+    return torch.full((stop - start, 96), float("nan"))
+
+
+def no_tensor(batch, index, start, stop):
+    return [[0.0]]
+
+
+def integers(batch, index, start, stop):
+    return torch.zeros(stop - start, 96, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("callback", "found"),
+    [
+        (fails, "RuntimeError: out of memory"),
+        (too_few, r"shape \[47, 96\]"),
+        (too_small, "a vocabulary of 3"),
+        (not_finite, "NaN or infinity"),
+        (no_tensor, "list"),
+        (integers, "int64"),
+    ],
+)
+def test_a_callback_that_fails_or_answers_something_else_is_a_named_error(callback, found):
+    batch, trainer = batch_of(rows_at_another_temperature(), temperature=2.0)
+    with pytest.raises(AlignmentError, match=found) as caught:
+        require_aligned(batch, trainer, trainer_version=None, logits_for=callback)
+    assert caught.value.code == "batch-mismatch"
+
+
+def test_a_callback_that_answers_for_other_rows_is_a_named_error():
+    rows = rows_of(noise=0.1)
+    others = [drawn(48, seed + 100) for seed in range(12)]
+    batch, trainer = batch_of(rows)
+    with pytest.raises(AlignmentError, match="logits of the rows asked for") as caught:
+        require_aligned(batch, trainer, trainer_version=None, logits_for=logits_of(others))
+    assert caught.value.code == "batch-mismatch"
+
+
+def test_clean_data_of_an_engines_own_noise_asks_for_no_logits():
+    batch, trainer = batch_of(rows_of(noise=0.003))
+    require_aligned(batch, trainer, trainer_version=None, logits_for=fails)
+
+
+def test_without_logits_the_verdict_says_what_could_not_be_told():
+    rng = np.random.default_rng(0)
+    rows = rows_of(num_rows=1)
+    rows[0] = moved(rows[0], -rng.uniform(0.5, 8.0, 48))
+    (found,) = judged(rows, logits=False).findings
+    assert found.code == "unexplained"
+    assert "without logits_for" in found.found
+
+
+# -- values that make no sense ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 5])
+@pytest.mark.parametrize("spoil", [1e4, -1e4, np.nan, np.inf, -np.inf, 0.0])
+@pytest.mark.parametrize("side", ["trainer", "inference"])
+def test_wild_values_give_findings_and_finite_metrics(num_tokens, spoil, side):
+    rows = [drawn(num_tokens, seed) for seed in range(3)]
+    values = getattr(rows[1], side).copy()
+    values[0] = spoil
+    rows[1] = replace(rows[1], **{side: values})
+    verdict = judged(rows)
+    assert all(np.isfinite(value) for value in verdict.metrics.values())
+    if spoil != 0:
+        assert told(verdict) != []
+
+
+def test_constant_logprobs_are_silent():
+    row = drawn(32, 0)
+    flat = Row(row.ids, np.zeros_like(row.logits), np.full(32, -np.log(96)), np.full(32, -np.log(96)))
+    assert told(judged([flat] * 12)) == []

@@ -1,0 +1,112 @@
+"""BOS, EOS, precision and vocabulary limits: each by hand, with its clean twin."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from builders import provenance, sample
+
+from rlbatch.soundness import check_sound
+
+HOW = provenance(bos_token_id=1, eos_token_ids=(2, 4))
+
+
+def told(*samples, **changes):
+    found = check_sound(samples, purpose="train", **changes)
+    return [(each.code, each.where.sample, each.where.start, each.where.stop) for each in found]
+
+
+def made(prompt, ids, name="t0", finish="stop", how=HOW):
+    return sample(prompt, ids, [-0.3] * len(ids), provenance=how, finish_reason=finish, trajectory_id=name)
+
+
+def test_bos_once_is_sound():
+    assert told(made([1, 5, 6], [7, 2])) == []
+    assert told(made([1], [7, 2])) == []
+
+
+def test_bos_twice_and_three_times():
+    assert told(made([1, 5], [7, 2], "a"), made([1, 1, 5], [7, 2], "b")) == [("bos-doubled", 1, 0, 2)]
+    assert told(made([1, 1, 1], [7, 2])) == [("bos-doubled", 0, 0, 3)]
+
+
+def test_bos_missing():
+    (found,) = check_sound([made([1, 5], [7, 2], "a"), made([5, 6], [7, 2], "b")], purpose="train")
+    assert (found.code, found.where.sample, found.where.start) == ("bos-missing", 1, 0)
+    assert (found.expected, found.found) == ("a prompt that begins with BOS, id 1", "id 5 at token 0")
+
+
+def test_a_model_without_bos_is_not_asked_for_one():
+    plain = provenance(eos_token_ids=(2,))
+    assert told(made([5, 6], [7, 2], how=plain), made([1, 1], [8, 2], "b", how=plain)) == []
+
+
+def untrained(sample, *tokens):
+    mask = sample.loss_mask.copy()
+    mask[list(tokens)] = False
+    return replace(sample, loss_mask=mask)
+
+
+def test_a_stop_token_alone_is_left_untrained():
+    whole = made([1, 5], [7, 8, 2])
+    assert told(whole) == []
+    assert told(untrained(whole, 4)) == [("mask-drops-eos", 0, 4, 5)]
+    assert told(untrained(made([1, 5], [7, 8, 4]), 4)) == [("mask-drops-eos", 0, 4, 5)]
+
+
+def test_a_turn_or_a_tail_that_is_left_untrained_on_purpose_is_sound():
+    others = made([1, 5], [9, 2], "other")
+    assert told(untrained(made([1, 5], [7, 8, 2]), 2, 3, 4), others) == []
+    assert told(untrained(made([1, 5], [7, 8, 2]), 3, 4), others) == []
+    assert told(untrained(made([1, 5], [7, 8, 9]), 4), others) == []
+
+
+def test_tokens_after_a_stop_token():
+    assert told(made([1, 5], [7, 2, 8, 9, 2])) == [("stop-overrun", 0, 4, 7)]
+    assert told(made([1, 5], [7, 8, 4, 2])) == [("stop-overrun", 0, 5, 6)]
+
+
+def test_where_the_last_is_no_stop_token_a_stop_string_may_have_ended_the_turn():
+    (found,) = check_sound([made([1, 5], [7, 2, 8, 9])], purpose="train")
+    assert (found.code, found.severity, found.where.start) == ("stop-overrun", "warning", 4)
+
+
+def test_tokens_after_a_stop_token_that_did_not_end_the_turn_are_ignore_eos():
+    assert told(made([1, 5], [7, 2, 8, 9, 2], finish="length")) == []
+    assert told(made([1, 5], [7, 2, 8, 9, 2], finish=None)) == []
+
+
+def test_stop_ids_are_those_of_the_turns_own_provenance():
+    other = replace(HOW, eos_token_ids=(9,))
+    assert told(made([1, 5], [7, 9, 8, 2], "a"), made([1, 5], [7, 2, 8, 9], "b", how=other)) == []
+    assert told(made([1, 5], [7, 2, 8, 2], "a"), made([1, 5], [7, 9, 8, 9], "b", how=other)) == [
+        ("stop-overrun", 0, 4, 6),
+        ("stop-overrun", 1, 4, 6),
+    ]
+
+
+def as_bf16(values):
+    return (np.float32(values).view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
+
+
+@pytest.mark.parametrize(("count", "expected"), [(16, ["low-precision-logprobs"]), (15, [])])
+def test_sixteen_distinct_bf16_values_are_no_chance(count, expected):
+    values = as_bf16(-np.exp(np.linspace(-3, 2, count))).tolist()
+    rounded = sample([1, 5], list(range(10, 10 + count)), values)
+    assert [each.code for each in check_sound([rounded], purpose="train")] == expected
+    one_off = replace(rounded, inference_logprobs=rounded.inference_logprobs * np.float32(1 + 2**-12))
+    assert check_sound([one_off], purpose="train") == ()
+
+
+def test_round_numbers_that_repeat_are_no_rounding():
+    assert check_sound([sample([1, 5], [7] * 60, [-0.5, 0.0, -0.25, -1.0] * 15)], purpose="train") == ()
+
+
+def test_an_id_says_which_limit_it_is_beyond():
+    how = provenance(vocab_size=100)
+    (slot,) = check_sound([sample([1, 5], [105], [-0.5], provenance=how)], purpose="train", vocab_size=128)
+    assert slot.expected == "ids below the vocabulary size 100"
+    assert "a slot of the model's 128 rows that no token of the tokenizer has" in slot.found
+    (beyond,) = check_sound([sample([1, 5], [128], [-0.5], provenance=how)], purpose="train", vocab_size=128)
+    assert "beyond the model's 128 rows, so that it has no embedding" in beyond.found
+    assert check_sound([sample([1, 5], [99], [-0.5], provenance=how)], purpose="train", vocab_size=128) == ()
