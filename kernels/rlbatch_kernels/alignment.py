@@ -105,7 +105,7 @@ def alignment_stats(
         mask: [B, T] bool, True = trained.
         segments: [G, 4] int32 or int64 (row, start, stop, turn), half-open; `turn` is not read. On the host
             or on the arguments' device.
-        backend: `auto`, `c` or `torch`.
+        backend: `auto`, `c`, `triton` or `torch`.
 
     Returns:
         [G, len(STAT_COLUMNS)] float64 on the arguments' device, without gradient.

@@ -72,7 +72,7 @@ def token_logprobs(
         vocab_mask: [V] bool; False excludes a column, as a logit of -inf does. None = every column counts.
         in_place_backward: the backward writes the gradient over the logits, which must then not be a leaf,
             and which nothing else may have kept for its own backward (torch raises where something has).
-        backend: `auto`, `c` or `torch`; see `last_backend`.
+        backend: `auto`, `c`, `triton` or `torch`; see `last_backend`.
         kept: renormalise over a set of the vocabulary at each position (`Truncation`, `KeptIds`). A target
             outside its set has logprob -inf, without gradient.
         group: the ranks over which V is sharded; `logits` are this rank's own columns, all else is whole.
@@ -134,7 +134,7 @@ def token_statistics(
         soft_cap: a float or None.
         vocab_mask: [V] bool or None.
         in_place_backward: whether the gradient is written over the logits.
-        backend: `auto`, `c` or `torch`.
+        backend: `auto`, `c`, `triton` or `torch`.
 
     Raises:
         ShapeError, DtypeError, ScaleError, TokenRangeError, BackendError: as `token_logprobs`.
@@ -184,7 +184,7 @@ def linear_logprobs(
         soft_cap: Gemma 2's `final_logit_softcapping`, or None.
         logits_dtype: float32 is exact; bfloat16 rounds logits as an engine or trainer with a bfloat16 head
             does, for bfloat16 arguments by a bfloat16 GEMM. None = float32 (float64 for float64 arguments).
-        backend: `auto`, `c` or `torch`: of the softmax; the products are the vendor library's.
+        backend: `auto`, `c`, `triton` or `torch`: of the softmax; the products are the vendor library's.
         kept: as for `token_logprobs`; logits of 64 tokens then exist for all columns at once.
         group: as for `token_logprobs`; weight and bias are this rank's own rows of the head. The backward
             sums the gradient of hidden over the ranks itself.

@@ -29,7 +29,7 @@ GUARD = 2**16
 MAX_PROGRAMS = 80
 """A test that needs more is skipped: a program takes the interpreter 5 to 20 ms."""
 
-MAX_EXAMPLES = 5
+MAX_EXAMPLES = 3
 """Of a property, for the same reason."""
 
 INNER_CAST = interpreter.InterpreterBuilder.cast_impl

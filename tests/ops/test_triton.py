@@ -39,7 +39,11 @@ def test_cpu_tensors_are_refused_with_the_reason() -> None:
         )
 
 
-# Half a minute: everything that is asked of the ops, again, by an interpreter in numpy.
+# Those that start a process of their own, which says nothing of kernels and is slow in an interpreter.
+NOT_INTERPRETED = ("threads_change_no_bit", "peak_memory", "need_little_beyond", "imports_no_triton")
+
+
+# About a minute: everything that is asked of the ops, again, by an interpreter in numpy.
 @pytest.mark.slow
 @needs_triton
 @pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="this is the interpreter")
