@@ -74,7 +74,9 @@ def test_a_backend_that_does_not_take_the_arguments_is_an_error(call) -> None:
 
 
 def test_an_unknown_backend_is_an_error_that_names_those_there_are() -> None:
-    with pytest.raises(BackendError, match="backend: found 'cuda', expected one of 'auto', 'c', 'torch'"):
+    with pytest.raises(
+        BackendError, match="backend: found 'cuda', expected one of 'auto', 'c', 'triton', 'torch'"
+    ):
         token(backend="cuda")
 
 
