@@ -108,6 +108,7 @@ def test_set_epoch_keeps_a_state_that_was_loaded_for_it(store):
     assert names_in(list(again)) == names_in(list(loader_of(store)))
 
 
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 def test_torchdata_resumes_in_the_middle_with_and_without_workers(store):
     stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
     whole = list(loader_of(store))
@@ -125,7 +126,9 @@ def test_torchdata_resumes_in_the_middle_with_and_without_workers(store):
 
 def test_accelerate_prepares_either_kind(store):
     accelerate = pytest.importorskip("accelerate")
-    accelerator = accelerate.Accelerator(cpu=True)
+    # Sent out from one process, which is accelerate's default for iterables, a batch would have to be a dict.
+    config = accelerate.DataLoaderConfiguration(dispatch_batches=False)
+    accelerator = accelerate.Accelerator(cpu=True, dataloader_config=config)
     ahead = accelerator.prepare(DataLoader(loader_of(store), batch_size=None))
     assert each_once(list(ahead), SAMPLES)
     mapped = DataLoader(open_reader(store), batch_size=7, collate_fn=Collator(layout="padded"))
