@@ -1,4 +1,8 @@
-"""Whether Triton is here, and its kernels, imported at the first call: nothing else imports Triton."""
+"""Whether Triton is here, and its kernels, imported at the first call: nothing else imports Triton.
+
+`triton_jit` holds device code, as `csrc` does, and is no package: what goes through all modules of this one,
+where there is no Triton, does not come upon it.
+"""
 
 import contextlib
 import functools

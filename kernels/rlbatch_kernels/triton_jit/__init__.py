@@ -1,1 +1,0 @@
-"""Device code in Triton. Importing it imports Triton, so only `triton_library` does, at the first call."""
