@@ -138,10 +138,12 @@ def test_a_repetition_penalty_is_named():
 
 
 @NOISE
+@pytest.mark.parametrize("num_tokens", [48, 400])
+@pytest.mark.parametrize("logits", [True, False])
 @pytest.mark.parametrize(("base", "name"), [(2.0, "base 2"), (10.0, "base 10")])
-def test_another_base_is_named(base, name, noise):
-    rows = rows_of(noise=noise)
-    (found,) = judged([moved(row, row.inference / np.log(base)) for row in rows], logits=False).findings
+def test_another_base_is_named(base, name, noise, logits, num_tokens):
+    rows = rows_of(num_tokens=num_tokens, noise=noise)
+    (found,) = judged([moved(row, row.inference / np.log(base)) for row in rows], logits=logits).findings
     assert found.code == "wrong-base"
     assert name in found.found
 

@@ -26,6 +26,8 @@ HERE = Path(__file__).parent
 PEERS = ("trl", "verl", "prime_rl", "tinker")
 CLIP = 0.2
 """TRL's and verl's default, on both sides."""
+THRESHOLDS = [number / 1000 for number in range(-1000, 1001)]
+"""Nats; at how many of them TRL keeps a row tells the row's mean difference to a thousandth."""
 PRIME_MASK, PRIME_TAU = 0.2, 1e-3
 """prime-rl's defaults: of the probability difference, and of the squared log ratio."""
 
@@ -80,7 +82,8 @@ def question(peer: str) -> dict[str, object]:
         starts = [int(np.argmax(made.turn >= 0)) for made in samples]
         parts = [torch.from_numpy(row[start:]) for row, start in zip(trainer, starts, strict=True)]
         values = torch.nn.utils.rnn.pad_sequence(parts, batch_first=True, padding_value=-3.0).nan_to_num(-3.0)
-    return {"form": form, "trainer_logprobs": values}
+    asked = {"form": form, "trainer_logprobs": values}
+    return asked | {"thresholds": THRESHOLDS} if peer == "trl" else asked
 
 
 def over_trained(peer: str) -> dict[str, np.ndarray]:
@@ -110,7 +113,13 @@ def clipped_loss(columns: dict[str, np.ndarray]) -> np.ndarray:
 def expected_trl(columns):
     losses = clipped_loss(columns)
     by_row = [losses[columns["row"] == row].mean() for row in range(4)]
-    return {"dapo": losses.mean(), "bnpo": losses.mean(), "grpo": np.mean(by_row)}
+    num_kept = []
+    for row in range(4):
+        mine = columns["row"] == row
+        kl = (columns["inference"] - columns["trainer"])[mine].mean()
+        negative = columns["advantage"][mine][0] < 0
+        num_kept.append(sum(not negative or kl <= threshold for threshold in THRESHOLDS))
+    return {"dapo": losses.mean(), "bnpo": losses.mean(), "grpo": np.mean(by_row), "num_kept": num_kept}
 
 
 def expected_verl(columns):
@@ -178,6 +187,19 @@ def test_the_real_code_computes_what_the_batch_says(peer):
     assert answer.keys() == expected.keys()
     for key, value in expected.items():
         assert answer[key] == pytest.approx(value, rel=2e-5, abs=1e-6), key
+
+
+READ = {peer: ("trainer", "inference", "proximal", "advantage") for peer in ("trl", "verl")}
+READ |= {"prime_rl": ("trainer", "inference", "advantage"), "tinker": ("trainer", "inference")}
+"""Columns that the peer's answer depends on."""
+
+
+@pytest.mark.parametrize(("peer", "column"), [(peer, name) for peer, names in READ.items() for name in names])
+def test_a_column_one_place_off_would_show(peer, column):
+    columns = over_trained(peer)
+    expected = EXPECTED[peer](columns | {column: np.roll(columns[column], 1)})
+    answer = recorded(peer)["answer"]
+    assert any(answer[key] != pytest.approx(value, rel=1e-3) for key, value in expected.items())
 
 
 @pytest.mark.parametrize("peer", PEERS)

@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader
 
 from rlbatch.collate import collate
 from rlbatch.errors import SoundnessError, StorageError
-from rlbatch.loader import Checks, Collator, RolloutLoader, Steps
+from rlbatch.loader import Checks, RolloutLoader, Steps
 from rlbatch.storage import open_reader, open_writer, write_shard
 
 
@@ -58,16 +58,6 @@ def test_a_plain_data_loader_over_the_reader_works_too(store):
         open_reader(path), batch_size=8, collate_fn=lambda part: collate(part, layout="packed")
     )
     assert sum(batch.num_loss_tokens for batch in loader) == sum(int(s.loss_mask.sum()) for s in samples)
-
-
-def test_worker_processes_read_the_same(store):
-    def batches(**options):
-        reader = open_reader(store[0])
-        loader = DataLoader(reader, batch_size=8, collate_fn=Collator(layout="packed"), **options)
-        return [batch.input_ids for batch in loader]
-
-    with_workers = batches(num_workers=1, multiprocessing_context="spawn")
-    assert all(torch.equal(a, b) for a, b in zip(with_workers, batches(), strict=True))
 
 
 def test_a_sample_above_the_budget_is_named_and_never_cut(store):

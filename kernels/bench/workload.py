@@ -26,10 +26,12 @@ def lengths(count: int, seed: int = 0) -> NDArray[np.int64]:
     return np.clip(drawn, 16, MAX_LENGTH).astype(np.int64)
 
 
-def trajectories(count: int, seed: int = 0) -> list[Sample]:
-    """Samples of one or two turns each, with all fields that every sample has."""
+def trajectories(count: int, seed: int = 0, *, first: int = 0) -> list[Sample]:
+    """Samples of two turns each, with all fields that every sample has; numbered from `first`."""
     rng = np.random.default_rng(seed)
-    return [_sample(number, int(length), rng) for number, length in enumerate(lengths(count, seed))]
+    return [
+        _sample(number, int(length), rng) for number, length in enumerate(lengths(count, seed), start=first)
+    ]
 
 
 def _sample(number: int, length: int, rng: np.random.Generator) -> Sample:

@@ -14,10 +14,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rlbatch_kernels import c_library, c_stats, stats
+from rlbatch_kernels import c_library, c_stats, stats, triton_library, triton_stats
 from rlbatch_kernels.c_softmax import CSoftmax
 from rlbatch_kernels.errors import BackendError, BackendWarning
 from rlbatch_kernels.softmax import Softmax
+from rlbatch_kernels.triton_softmax import TritonSoftmax
 
 AUTO = "auto"
 
@@ -63,6 +64,15 @@ BACKENDS = (
         missing=c_library.missing,
         softmax=CSoftmax,
         segment_stats=c_stats.segment_stats,
+    ),
+    Backend(
+        name="triton",
+        device_type="cuda",
+        logit_dtypes=(torch.float32, torch.bfloat16, torch.float16),
+        logprob_dtypes=(torch.float32,),
+        missing=triton_library.missing,
+        softmax=TritonSoftmax,
+        segment_stats=triton_stats.segment_stats,
     ),
     Backend(
         name="torch",

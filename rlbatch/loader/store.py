@@ -91,7 +91,8 @@ class Store:
             for at, index in enumerate(indices)
             if index in self._repeats
         }
-        return Candidates(samples=reader.read(indices), origins=origins, repeats=repeats)
+        samples = reader.read(indices) if self._steps.seed is None else reader.read_owned(indices)
+        return Candidates(samples=samples, origins=origins, repeats=repeats)
 
     def origins(self, indices: Sequence[int]) -> list[Origin]:
         """Where samples are stored."""

@@ -1,7 +1,7 @@
 """`Sample`: one trainable flat sequence, with the runs of sampled tokens in it, and where it came from."""
 
 from collections.abc import Mapping, Sequence, Sized
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -94,15 +94,20 @@ class Sample:
         self._derive()
 
     @classmethod
-    def unchecked(cls, fields: Mapping[str, Any]) -> "Sample":
+    def unchecked(cls, values: Mapping[str, Any]) -> "Sample":
         """A sample of all its fields, derived ones too, which were checked for many samples at once.
 
         Arrays are read-only, and of the dtypes and lengths of `TOKEN_FIELDS`.
         """
         sample = object.__new__(cls)
-        for name, value in fields.items():
+        for name, value in values.items():
             object.__setattr__(sample, name, value)
         return sample
+
+    def owned(self) -> "Sample":
+        """The same sample with arrays of its own, views of nothing."""
+        values = {spec.name: getattr(self, spec.name) for spec in fields(self)}
+        return Sample.unchecked({name: _owned(value) for name, value in values.items()})
 
     def _derive(self) -> None:
         segments = tuple(sampled_segments(self.turn))
@@ -203,6 +208,14 @@ def origins_of(samples: Sized, origins: Sequence[Origin] | None) -> Sequence[Ori
     if len(origins) != len(samples):
         raise RecordError(f"origins: expected {len(samples)}, one a sample, found {len(origins)}")
     return origins
+
+
+def _owned(value: object) -> object:
+    if not isinstance(value, np.ndarray):
+        return value
+    copy = value.copy()
+    copy.flags.writeable = False
+    return copy
 
 
 def _one_version(versions: NDArray[np.int32]) -> int:

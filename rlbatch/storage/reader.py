@@ -130,6 +130,25 @@ class ShardReader:
             shard.verify()
         return [self._shards[shard].sample(at) for shard, at in self._places(indices)]
 
+    def read_owned(self, indices: Iterable[int]) -> list[Sample]:
+        """`read`, but with arrays in memory of their own, and the shards' memory released one by one.
+
+        Samples that lie far apart would bring in the pages around them: of a whole store, where they are
+        drawn at random.
+
+        Raises:
+            IndexError: there are not that many samples.
+            StorageError: shard-altered, naming the array.
+        """
+        places = self._places(indices)
+        made: dict[tuple[int, int], Sample] = {}
+        for number in sorted({shard for shard, _ in places}):
+            shard = self._shards[number]
+            shard.verify()
+            made |= {place: shard.sample(place[1]).owned() for place in places if place[0] == number}
+            shard.release()
+        return [made[place] for place in places]
+
     def verify(self) -> None:
         """Compare every array of every shard with its checksum, unless that was done before.
 

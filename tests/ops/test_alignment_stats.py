@@ -24,7 +24,7 @@ from rlbatch_kernels import (
 
 pytestmark = pytest.mark.usefixtures("backend")
 
-RELATIVE = {"torch": 5e-8, "c": 1e-6}
+RELATIVE = {"torch": 5e-8, "c": 1e-6, "triton": 1e-6}
 """Error of a sum, of the sum of its terms' sizes. 5e-8: float64, less what the series of k3 leaves out just
 below 1/2. 1e-6: float32 within a block."""
 
@@ -170,7 +170,7 @@ def test_two_tokens_worked_by_hand(device: torch.device) -> None:
 
 def test_a_large_ratio_is_capped_clamped_and_clipped(device: torch.device, backend: str) -> None:
     found = row_of([-1.0], [-31.0], device=device)
-    exact = {"torch": 1e-12, "c": 1e-6}[backend]
+    exact = {"torch": 1e-12}.get(backend, 1e-6)
     assert found["sum_log_ratio"] == found["max_abs_log_ratio"] == 30.0
     assert found["sum_sq_log_ratio"] == 900.0
     # Only the exponent is clamped to 20: e^20 - 1 - 30.

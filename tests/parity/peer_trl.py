@@ -14,7 +14,22 @@ def compute(question):
     losses = {}
     for loss_type in ("dapo", "grpo", "bnpo"):
         losses[loss_type] = loss(loss_type, form, trainer_logprobs)
-    return losses
+    return losses | {"num_kept": kept_at(question["thresholds"], form, trainer_logprobs)}
+
+
+def kept_at(thresholds, form, trainer_logprobs):
+    """[B] at how many thresholds its off-policy mask keeps each row: it compares with the sampler there."""
+    masks = [
+        GRPOTrainer.get_off_policy_mask(
+            advantages=form["advantages"][:, None],
+            per_token_logps=trainer_logprobs,
+            sampling_per_token_logps=form["sampling_per_token_logps"],
+            mask=form["completion_mask"] * form["tool_mask"],
+            off_policy_threshold=threshold,
+        )
+        for threshold in thresholds
+    ]
+    return [int(count) for count in sum(masks)[:, 0]]
 
 
 def loss(loss_type, form, trainer_logprobs):

@@ -53,22 +53,33 @@ def other_distribution(exhibit: Exhibit, *, most_left: float, current: bool) -> 
     for other in fits[1:]:
         if _worth(other) > _worth(best) + FAMILY_SIMPLER:
             best = other
-    if not _holds(best, exhibit, most_left, current=current):
-        return None
-    # With no parameter to choose, any other factor is a rival too: half as much again is not base 2.
-    least = max(FAMILY_MIN_MARGIN, FAMILY_MARGIN_SHARE * best.fit.gain)
-    if len(best.family.parameters) == 1 and best.fit.free_gain > best.fit.gain + least:
-        return None
-    if len(best.family.parameters) == 1 and best.fit.num_against > LAG_ACCEPTED_SHARE * best.fit.num_for:
+    if not _holds(best, exhibit, most_left, current=current) or not _exact_holds(best):
         return None
     rivals = [_worth(each) for each in fits if each.family.code != best.family.code]
     rivals.append(_gain_of_zeros(exhibit))
-    return best if _worth(best) - max(rivals, default=0.0) >= least else None
+    margin = FAMILY_MIN_MARGIN
+    if not _is_exact(best):
+        margin = max(margin, FAMILY_MARGIN_SHARE * best.fit.gain)
+    return best if _worth(best) - max(rivals) >= margin else None
+
+
+def _is_exact(each: Winner) -> bool:
+    """Whether there is no parameter to choose. One that has may contain it: base 2 is a divisor of 0.693."""
+    return len(each.family.parameters) == 1
+
+
+def _exact_holds(each: Winner) -> bool:
+    """Whether no other factor does better (1.5 is not base 2), and hardly a token speaks against it."""
+    if not _is_exact(each):
+        return True
+    found = each.fit
+    other = max(FAMILY_MIN_MARGIN, FAMILY_MARGIN_SHARE * found.gain)
+    return found.free_gain <= found.gain + other and found.num_against <= LAG_ACCEPTED_SHARE * found.num_for
 
 
 def _worth(each: Winner) -> float:
     """Gain, less what a parameter costs: it would fit something by itself."""
-    return each.fit.gain - (FAMILY_PARAMETER if len(each.family.parameters) > 1 else 0.0)
+    return each.fit.gain - (0.0 if _is_exact(each) else FAMILY_PARAMETER)
 
 
 def _gain_of_zeros(exhibit: Exhibit) -> float:

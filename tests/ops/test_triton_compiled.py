@@ -1,0 +1,165 @@
+"""Every Triton kernel compiled for sm_80 and sm_90, without a GPU, and a look at its machine code."""
+
+import os
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlbatch_kernels import STAT_COLUMNS, triton_library, triton_softmax, triton_stats
+
+if (reason := triton_library.missing()) is not None:
+    pytest.skip(reason, allow_module_level=True)
+if "TRITON_INTERPRET" in os.environ:
+    pytest.skip("the interpreter compiles nothing", allow_module_level=True)
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+MAX_STACK = 64
+MAX_SHARED = {80: 163 * 1024, 90: 227 * 1024}
+"""Bytes a program may have, by NVIDIA's tables of compute capabilities."""
+
+STATE = {"offsets": "*i64", "target_ids": "*i64", "scales": "*fp64", "maxima": "*fp64"}
+NUMBERS = {"num_columns": "i32", "first_column": "i32"}
+LIMITS = ("max_exponent", "k3_cap", "zero_needs_below", "confident_from", "disagrees_by", "residual_clip")
+
+
+def forward_case(dtype: str, *, full: bool) -> tuple[dict[str, str], dict[str, Any]]:
+    more = {"weighted_sums": "*fp64", "num_above": "*i64"}
+    types = {"logits": f"*{dtype}", **STATE, "totals": "*fp64", "targets": "*fp64", **NUMBERS}
+    constants = {"FULL": full, "BLOCK": triton_softmax.BLOCK, "ALIGNMENT": triton_softmax.ALIGNMENT}
+    return (types | more, constants) if full else (types, constants | dict.fromkeys(more))
+
+
+def backward_case(dtype: str, out: str, *, slope: bool, same: bool) -> tuple[dict[str, str], dict[str, Any]]:
+    types = {"logits": f"*{dtype}", **STATE, "at_targets": "*fp64", "constants": "*fp64", "out": f"*{out}"}
+    constants = {
+        "SLOPE": slope,
+        "SAME_OFFSETS": same,
+        "BLOCK": triton_softmax.BLOCK,
+        "ALIGNMENT": triton_softmax.ALIGNMENT,
+    }
+    for name, wanted, kind in (("slopes", slope, "*fp64"), ("out_offsets", not same, "*i64")):
+        if wanted:
+            types[name] = kind
+        else:
+            constants[name] = None
+    return types | NUMBERS, constants
+
+
+def compiled(
+    kernel: Any, case: tuple[dict[str, str], dict[str, Any]], capability: int, num_warps: int
+) -> tuple[str, dict[str, int]]:
+    """PTX, and what the machine code uses: REG, STACK, SHARED, LOCAL; pointers are aligned to 16 bytes."""
+    types, constants = case
+    signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
+    attributes = {
+        (index,): [["tt.divisibility", 16]]
+        for index, name in enumerate(kernel.arg_names)
+        if signature[name].startswith("*")
+    }
+    found = triton.compile(
+        ASTSource(kernel, signature, constants, attributes),
+        target=GPUTarget("cuda", capability, 32),
+        options={"num_warps": num_warps},
+    )
+    assert found.metadata.shared <= MAX_SHARED[capability]
+    cubin = Path(os.environ["TRITON_CACHE_DIR"]) / "kernel.cubin"
+    cubin.write_bytes(found.asm["cubin"])
+    usage = subprocess.run(
+        [CUOBJDUMP, "-res-usage", cubin], capture_output=True, text=True, check=True
+    ).stdout
+    return found.asm["ptx"], {
+        name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)
+    }
+
+
+def assert_nothing_spills(usage: dict[str, int], num_warps: int) -> None:
+    assert usage["LOCAL"] == 0
+    assert usage["STACK"] <= MAX_STACK
+    # Of 65,536 registers a multiprocessor: two programs or more at a time.
+    assert 2 * usage["REG"] * 32 * num_warps <= 65536
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+
+@pytest.fixture(params=[80, 90])
+def capability(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
+# A block of 4096 is 16 a thread: four loads of 16 bytes in float32, two in half precision.
+@pytest.mark.parametrize(
+    ("dtype", "full", "loads"), [("fp32", True, 4), ("fp32", False, 4), ("bf16", True, 2), ("fp16", False, 2)]
+)
+def test_triton_forward_reads_in_vectors_at_64_bit_addresses(
+    capability: int, dtype: str, full: bool, loads: int
+) -> None:
+    warps = triton_softmax.NUM_WARPS
+    ptx, usage = compiled(triton_library.softmax().forward, forward_case(dtype, full=full), capability, warps)
+    assert_nothing_spills(usage, warps)
+    assert len(re.findall(r"ld\.global\S*\.v4", ptx)) == loads
+    # The row's place is loaded as 64 bits, and no address is made in 32.
+    assert re.search(r"ld\.global\S*\.b64", ptx)
+    assert not re.search(r"(ld|st)\.global\S* .*\[%r\d", ptx)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "out", "slope", "same", "loads", "stores"),
+    [
+        ("fp32", "fp32", True, True, 4, 4),
+        ("bf16", "bf16", True, True, 2, 2),
+        # A tile of the head: float32 logits to bfloat16 gradients in a tensor of the same strides.
+        ("fp32", "bf16", False, True, 4, 2),
+        # Elsewhere: written lane by lane.
+        ("bf16", "bf16", False, False, 2, 0),
+    ],
+)
+def test_triton_backward_reads_and_writes_in_vectors(
+    capability: int, dtype: str, out: str, slope: bool, same: bool, loads: int, stores: int
+) -> None:
+    warps = triton_softmax.NUM_WARPS
+    case = backward_case(dtype, out, slope=slope, same=same)
+    ptx, usage = compiled(triton_library.softmax().backward, case, capability, warps)
+    assert_nothing_spills(usage, warps)
+    assert len(re.findall(r"ld\.global\S*\.v4", ptx)) == loads
+    assert len(re.findall(r"st\.global\S*\.v4", ptx)) == stores
+    assert not re.search(r"(ld|st)\.global\S* .*\[%r\d", ptx)
+
+
+# Segments begin anywhere, so their loads are lane by lane.
+@pytest.mark.parametrize("with_ratio", [False, True])
+def test_triton_statistics_hold_every_sum_in_registers(capability: int, with_ratio: bool) -> None:
+    types = {"trainer": "*fp32", "inference": "*fp32", "mask": "*u8", "bounds": "*i64", "partials": "*fp64"}
+    types |= dict.fromkeys(LIMITS, "fp32")
+    constants: dict[str, Any] = {
+        "WITH_RATIO": with_ratio,
+        "BLOCK": triton_stats.BLOCK,
+        "WIDTH": triton_stats.PARTIAL_WIDTH,
+    }
+    if with_ratio:
+        types["ratio"] = "*fp32"
+    else:
+        constants["ratio"] = None
+    warps = triton_stats.NUM_WARPS
+    ptx, usage = compiled(triton_library.stats().pieces, (types, constants), capability, warps)
+    assert_nothing_spills(usage, warps)
+    assert "atom." not in ptx
+    assert "red.global" not in ptx
+
+
+def test_triton_combine_compiles_without_atomics(capability: int) -> None:
+    types = {"partials": "*fp64", "ends": "*i64", "table": "*fp64"}
+    constants = {"NUM_COLUMNS": len(STAT_COLUMNS), "WIDTH": triton_stats.PARTIAL_WIDTH}
+    ptx, usage = compiled(triton_library.stats().combine, (types, constants), capability, 1)
+    assert_nothing_spills(usage, 1)
+    assert "atom." not in ptx
+    assert "red.global" not in ptx
