@@ -57,6 +57,15 @@ def test_an_audit_reads_piece_by_piece_and_does_not_ask_what_belongs_together(cl
         assert check_sound(planted, purpose="audit", **TOLD) == ()
 
 
+def test_training_on_kept_sets_is_training(clean):
+    for code in SET_FAULTS:
+        planted = SET_FAULTS[code].plant(clean, np.random.default_rng(0))
+        train, truncated = (
+            check_sound(planted, purpose=purpose, **TOLD) for purpose in ("train", "train-truncated")
+        )
+        assert truncated == train != ()
+
+
 def test_an_id_that_comes_again_is_an_error(clean):
     with pytest.raises(SoundnessError, match="sample_id 'a0:0' again, as in sample 0") as caught:
         require_sound([*clean[:3], clean[0]])

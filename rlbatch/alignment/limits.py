@@ -114,7 +114,7 @@ ZERO_TRAINER_BELOW = -1e-3
 ZERO_MIN_EVIDENCE = 0.05
 """Nats that the trainer gives such tokens together, below which they neither harm nor prove anything."""
 ZERO_NOISY = 0.02
-"""Usual mean |log_ratio|, nats, from which noise alone makes a trainer doubt what an engine was sure of."""
+"""Mean |log_ratio| of other tokens, nats, from which noise alone may explain a trainer's doubt."""
 ZERO_CLEAR, ZERO_NOISY_MIN_TOKENS = -0.5, 3
 """Then a zero counts where the trainer is below -0.5 nats, and three of them are needed."""
 ZERO_OLD_MIN_EVIDENCE = 2.0
@@ -160,8 +160,8 @@ OUTLIER_MOST = 0.4
 OUTLIER_TOKEN = 2.5
 """|log_ratio| of one token, nats, from which its segment is worth a look."""
 
-FAMILY_MIN_GAIN = 15.0
-"""Log likelihood ratio, nats, that an explanation must have over what is stated: odds of 3 million."""
+FAMILY_MIN_GAIN = 22.0
+"""Log likelihood ratio, nats, that an explanation must have over what is stated, its parameter paid for."""
 FAMILY_MIN_MARGIN = 6.0
 """The same over the next cause."""
 FAMILY_MARGIN_SHARE = 0.03
@@ -232,6 +232,8 @@ SLOT_AFTER = 8
 """Tokens after a wrong id that it moves as well."""
 SLOT_MOST = 0.3
 """Most slots, as a share of the tokens: beyond, the row is another row."""
+SLOT_NOISY, SLOT_NOISY_MIN = 0.02, 2
+"""Mean |log_ratio| of the rest, nats, from which one slot may be a wild token, and slots needed then."""
 SLOT_CHANCE = 0.05
 """Most that chance may have in it that other ids fit at all slots."""
 SLOT_FIT, SLOT_WIDTHS = 0.02, 3.0

@@ -18,6 +18,9 @@ from rlbatch.soundness.values import (
 
 _NO_LIMIT = np.iinfo(np.int64).max
 
+MIN_GRID_VALUES = 16
+"""Distinct values other than 0: one float32 lies on the bf16 grid by a chance of 2^-16, so many do not."""
+
 
 def token_out_of_range(subject: Subject) -> Iterator[Finding]:
     """Ids, of prompt and completion alike, beyond the vocabulary of the model or of the provenance."""
@@ -86,10 +89,6 @@ def low_precision_logprobs(subject: Subject) -> Iterator[Finding]:
                 expected="float32 logprobs",
                 found=f"{num_distinct} distinct values, each a bf16 number",
             )
-
-
-MIN_GRID_VALUES = 16
-"""Distinct values other than 0: one float32 lies on the bf16 grid by a chance of 2^-16, so many do not."""
 
 
 def _on_bf16_grid(values: NDArray[np.float32]) -> NDArray[np.bool_]:

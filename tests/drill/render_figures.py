@@ -27,13 +27,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Render the figures of the fire drill.")
     parser.add_argument("--parts", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--note", default="", help="which state of the code was measured")
     arguments = parser.parse_args()
-    arguments.out.write_text(rendered(arguments.parts))
+    arguments.out.write_text(rendered(arguments.parts, arguments.note))
 
 
-def rendered(parts: Path) -> str:
+def rendered(parts: Path, note: str) -> str:
     """The document, a chapter a level."""
-    lines = [HEAD]
+    lines = [HEAD, note, ""] if note else [HEAD]
     for name, level in LEVELS.items():
         path = parts / f"{name}.json"
         if path.exists():

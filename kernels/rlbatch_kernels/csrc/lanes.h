@@ -7,18 +7,12 @@
 #undef vf
 #undef vi
 #undef vd
-#undef vb
-#undef vh
 #define vf NAME(floats)
 #define vi NAME(ints)
 #define vd NAME(doubles)
-#define vb NAME(bytes)
-#define vh NAME(halves)
 typedef float vf __attribute__((vector_size(4 * LANES)));
 typedef int32_t vi __attribute__((vector_size(4 * LANES)));
 typedef double vd __attribute__((vector_size(8 * LANES)));
-typedef uint8_t vb __attribute__((vector_size(LANES)));
-typedef uint16_t vh __attribute__((vector_size(2 * LANES)));
 
 static INLINE vf NAME(splat)(float value) { return (vf){0} + value; }
 

@@ -96,7 +96,7 @@ def _holds(best: Winner, exhibit: Exhibit, most_left: float, *, current: bool) -
         most_left = min(most_left, FAMILY_OLD_SHARE * float(off))
     return (
         not low <= found.parameter <= high
-        and found.gain >= FAMILY_MIN_GAIN
+        and _worth(best) >= FAMILY_MIN_GAIN
         and found.num_informative >= FAMILY_MIN_INFORMATIVE
         and found.width <= most_left
         and abs(found.slope - 1) <= FAMILY_SLOPE + FAMILY_SLOPE_ERRORS * found.slope_error

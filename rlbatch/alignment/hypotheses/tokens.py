@@ -15,6 +15,8 @@ from rlbatch.alignment.limits import (
     SLOT_FACTOR,
     SLOT_FIT,
     SLOT_MOST,
+    SLOT_NOISY,
+    SLOT_NOISY_MIN,
     SLOT_OFF,
     SLOT_TRAINER,
     SLOT_WIDTHS,
@@ -41,6 +43,8 @@ def wrong_ids(evidence: Evidence) -> Finding | None:
     chances = np.array([_chance(evidence, int(slot), within) for slot in slots])
     # What follows a wrong id is unlikely too, and no other id explains it.
     first = np.diff(slots, prepend=-SLOT_AFTER - 1) > SLOT_AFTER
+    if noise > SLOT_NOISY and first.sum() < SLOT_NOISY_MIN:
+        return None
     if chances[first].prod() > SLOT_CHANCE or (chances[first] == 1).any():
         return None
     slots = slots[chances < 1]

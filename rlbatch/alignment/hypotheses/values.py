@@ -97,7 +97,8 @@ def zero_filled(evidence: Evidence) -> Finding | None:
     zero = evidence.usable & (evidence.inference == 0)
     bad = np.flatnonzero(zero & (evidence.trainer < ZERO_TRAINER_BELOW))
     needed = ZERO_MIN_EVIDENCE if evidence.current else ZERO_OLD_MIN_EVIDENCE
-    if evidence.floor is not None and evidence.floor > ZERO_NOISY:
+    rest = evidence.at_zero()[evidence.usable & ~zero]
+    if len(rest) and rest.mean() > ZERO_NOISY:
         # Where the trainer's own noise takes certainty away, only several clear cases are no chance.
         bad = bad[evidence.trainer[bad] < ZERO_CLEAR]
         needed = np.inf if len(bad) < ZERO_NOISY_MIN_TOKENS else ZERO_OLD_MIN_EVIDENCE
