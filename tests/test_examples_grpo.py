@@ -34,6 +34,16 @@ WARN_ONLY = {
     "version-mixed",
 }
 """Findings of warning level: a step goes on."""
+NOT_IN_SHORT_ROWS = {
+    # Answers of some ten tokens hold no whole block of a prefix cache and no second version.
+    "mixed-versions",
+    "prefix-cache-rubbish",
+    # Nor does what another beginning does to later tokens stand out in them.
+    "prefix-differs",
+    # All prompts are of one length: a lag by their lengths is the same in every row.
+    "shifted-by-rule",
+}
+"""Faults that the example's rollouts cannot show; the drill plants them into longer ones."""
 
 
 @pytest.fixture(scope="module")
@@ -229,7 +239,7 @@ def test_steps_train_on_up_to_two_versions_old_rollouts_without_an_error(
     assert versions == [{version} for version in range(3) for _ in range(64)]
 
 
-@pytest.mark.parametrize("code", sorted(set(FAULTS) - WARN_ONLY))
+@pytest.mark.parametrize("code", sorted(set(FAULTS) - WARN_ONLY - NOT_IN_SHORT_ROWS))
 def test_planted_fault_stops_before_the_first_backward(
     grpo: ModuleType, model: PreTrainedModel, tmp_path: Path, code: str
 ) -> None:

@@ -31,6 +31,16 @@ from rlbatch.alignment.limits import (
 )
 from rlbatch.errors import Finding
 
+__all__ = [
+    "EXACT",
+    "Hypothesis",
+    "SINGLE",
+    "SUSPECT_TOKENS",
+    "another_distribution",
+    "first_found",
+    "off_from",
+]
+
 Hypothesis = Callable[[Evidence], Finding | None]
 
 
