@@ -11,7 +11,8 @@ from setuptools import Extension, setup
 CSRC = Path("kernels/rlbatch_kernels/csrc")
 
 KERNELS = Extension(
-    name="rlbatch_kernels._kernels",
+    # Beside its sources, in a folder that is no package: it is no module that Python could import.
+    name="rlbatch_kernels.csrc.kernels",
     sources=[str(CSRC / "kernels.c")],
     depends=sorted(str(header) for header in CSRC.glob("*.h")),
     # The flags that let products and sums fuse and vectors hold selections; none that reorders a sum.

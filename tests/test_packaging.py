@@ -103,7 +103,7 @@ def test_wheel_holds_every_source_and_data_file(wheel: Path) -> None:
     }
     assert {"rlbatch/py.typed", "rlbatch_kernels/py.typed"} <= expected
     shipped = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    assert shipped - {"rlbatch_kernels/_kernels.abi3.so"} == expected
+    assert shipped - {"rlbatch_kernels/csrc/kernels.abi3.so"} == expected
 
 
 def test_wheel_carries_the_licence(wheel: Path) -> None:

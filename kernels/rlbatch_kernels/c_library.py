@@ -133,7 +133,7 @@ def pointer(tensor: Tensor | None) -> int | None:
 
 def _path() -> Path:
     for suffix in EXTENSION_SUFFIXES:
-        path = Path(__file__).with_name(f"_kernels{suffix}")
+        path = Path(__file__).with_name("csrc") / f"kernels{suffix}"
         if path.exists():
             return path
     raise LibraryMissingError(
