@@ -13,7 +13,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from rlbatch.alignment import Judge, measure
+from rlbatch.alignment import Judge, LogitsFor, measure
 from rlbatch.alignment.drift import age_text
 from rlbatch.alignment.judge import DOUBTS
 from rlbatch.alignment.limits import CLEAN_MEAN
@@ -25,7 +25,7 @@ from rlbatch.figures import Figures
 from rlbatch.packing import Room, plan_batches, too_long
 from rlbatch.records import Origin, Provenance, Sample
 from rlbatch.report import AuditReport, FileReport, Verdict
-from rlbatch.scoring import load_model, model_vocab_size, tokenizer_fingerprint, trainer_logprobs
+from rlbatch.scoring import load_model, logits_for, model_vocab_size, tokenizer_fingerprint, trainer_logprobs
 from rlbatch.soundness import check_sound
 from rlbatch.storage.recordings import Row
 from rlbatch.storage.sources import files_of, read_rows
@@ -55,6 +55,8 @@ class Scorer:
     device: torch.device
     score: Callable[[Batch], Tensor]
     """Batch on `device` -> [B, T] float32 trainer logprobs, nats."""
+    logits_for: LogitsFor | None = None
+    """Asked for the logits of suspects; without it some causes cannot be told from each other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +90,7 @@ def load_scorer(path: Path, *, device: str, dtype: torch.dtype) -> Scorer:
         ),
         device=torch.device(device),
         score=lambda batch: trainer_logprobs(model, batch),
+        logits_for=logits_for(model),
     )
 
 
@@ -126,7 +129,7 @@ class _FileAudit:
         self._path = path
         self._scorer = scorer
         self._options = options
-        self._judge = Judge(trainer_version=options.trainer_version)
+        self._judge = Judge(trainer_version=options.trainer_version, logits_for=scorer.logits_for)
         self._figures = Figures()
         self._findings: list[Finding] = []
         self._num_samples = 0

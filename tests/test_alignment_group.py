@@ -160,9 +160,19 @@ def many_ages(rank: int, world: int) -> Any:
     return alignments[0], 1
 
 
+def bad_callback(rank: int, world: int) -> Any:
+    """One rank's values are off, and whoever it asks for logits does not answer."""
+
+    def fails(*_: Any) -> Any:
+        raise LookupError("no such row")
+
+    values = [value - 1.0 for value in TRUTH] if rank == 1 else TRUTH
+    return step(rank, [values], logits_for=fails)
+
+
 CASES = (
     *(clean, one, every, late, shape, shape_deferred, version_type, number_of_batches),
-    *(version_of_trainer, limits, last_of_three, accumulation, tail_on_one, many_ages),
+    *(version_of_trainer, limits, last_of_three, accumulation, tail_on_one, many_ages, bad_callback),
 )
 
 
@@ -223,6 +233,7 @@ def ranks(request, tmp_path_factory):
         ("shape", "batch-mismatch", False),
         ("shape_deferred", "batch-mismatch", False),
         ("version_type", "batch-mismatch", False),
+        ("bad_callback", "batch-mismatch", False),
         ("number_of_batches", "ranks-differ", False),
         ("version_of_trainer", "ranks-differ", False),
         ("limits", "ranks-differ", False),
@@ -240,6 +251,13 @@ def test_every_rank_raises_the_same_error(ranks, case, code, on_every_rank):
 def test_the_sample_is_named_with_its_rank(ranks):
     (found,) = ranks[0]["one"].error.findings
     assert (found.where.rank, found.where.trajectory, found.where.sample) == (1, "rank1", 0)
+
+
+def test_what_a_failing_callback_said_is_told_on_every_rank_with_the_place_that_was_asked_for(ranks):
+    for outcomes in ranks:
+        (found,) = outcomes["bad_callback"].error.findings
+        assert "LookupError: no such row" in found.found
+        assert (found.where.rank, found.where.trajectory) == (1, "rank1")
 
 
 def test_unequal_numbers_of_batches_are_told_by_rank(ranks):

@@ -511,7 +511,11 @@ def test_rows_with_each_others_logprobs_are_named_whatever_their_age(
     report = one(stored(tmp_path, strangers), scorer, settings(trainer_version=trainer_version))
     assert report.verdict == "findings"
     named = [found for found in report.findings if found.severity == "error"]
-    assert codes(named) == {"rows-permuted"}
+    lengths = [int(sample.loss_mask.sum()) for sample in samples]
+    # A list that is repeated until it fills a longer row is no row's: it may stay unexplained.
+    whole = {row for row, length in enumerate(lengths) if lengths[(row + 1) % len(lengths)] >= length}
+    assert codes(tuple(found for found in named if found.where.sample in whole)) == {"rows-permuted"}
+    assert codes(tuple(named)) <= {"rows-permuted", "unexplained"}
     # Row 0 carries what row 1 should.
     assert named[0].where.sample == 0
     assert "those of sample 1," in named[0].found

@@ -61,6 +61,23 @@ def test_several_insertions_in_one_row_are_named_with_their_places(noise):
     assert abs(int(place) - 163) <= 3
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_zeros_that_no_kept_set_explains_are_named_in_a_noisy_run(seed):
+    rows = rows_of(num_tokens=96, noise=0.35)
+    filled = np.random.default_rng(seed).random(96) < 0.3
+    rows[5] = moved(rows[5], np.where(filled, 0.0, rows[5].inference))
+    (found,) = judged(rows).findings
+    assert (found.code, found.where.sample) == ("zero-filled", 5)
+
+
+def test_a_row_with_the_values_of_one_that_kept_its_own_is_not_called_permuted():
+    """Siblings may be of one text: wrong ids in one of them look like the other's values."""
+    rows = rows_of(noise=0.0)
+    rows[3] = moved(rows[3], rows[7].inference)
+    (found,) = judged(rows).findings
+    assert (found.code, found.where.sample) == ("unexplained", 3)
+
+
 def test_rows_that_changed_places_name_their_owners():
     rows = rows_of()
     order = [0, 2, 1, *range(3, 12)]

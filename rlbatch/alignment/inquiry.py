@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from rlbatch.alignment.evidence import Evidence, Rows
 from rlbatch.alignment.hypotheses import EXACT, SINGLE, Hypothesis, first_found, off_from
-from rlbatch.alignment.hypotheses.passes import leak_by_index
+from rlbatch.alignment.hypotheses.passes import LEAK_FIRST_TOKENS, leak_by_index
 from rlbatch.alignment.hypotheses.places import shifted_by_rule
 from rlbatch.alignment.lags import whole_shift
 from rlbatch.alignment.limits import (
@@ -147,7 +147,8 @@ class Inquiry:
         )
         heard = np.flatnonzero(count >= PEERS_MIN_TOKENS)
         named = {found.code for found in told.values()} - {"unexplained"}
-        if named or not len(heard) or heard[0] != 0:
+        # A few tokens may all be certain, and agree better than those of any other row.
+        if named or count[0] < LEAK_FIRST_TOKENS:
             return told
         means = (total[heard] / count[heard]).tolist()
         at = int(np.flatnonzero(owners == heard[-1])[0])

@@ -117,6 +117,10 @@ ZERO_NOISY = 0.02
 """Mean |log_ratio| of other tokens, nats, from which noise alone may explain a trainer's doubt."""
 ZERO_CLEAR, ZERO_NOISY_MIN_TOKENS = -0.5, 3
 """Then a zero counts where the trainer is below -0.5 nats, and three of them are needed."""
+ZERO_NOISY_SHARE = 0.1
+"""And this share of all zeros: where a hundred tokens are certain, heavy tails spare not every one."""
+ZERO_DEEP = -1.5
+"""Trainer logprob, nats, too low for a kept set of one token, whatever the other values say."""
 ZERO_OLD_MIN_EVIDENCE = 2.0
 """The same for data of other weights, which may have been certain where the trainer no longer is."""
 
@@ -172,6 +176,13 @@ FAMILY_PARAMETER = 8.0
 """Nats that a parameter costs, as it is chosen from many."""
 FAMILY_OLD_SHARE = 0.1
 """Share of the differences that it may leave of older data, which other weights have moved as well."""
+FAMILY_SINGLE_SHARE = 0.6
+"""The same where one turn is all there is to go by."""
+DIVISOR_NEAR_ONE, DIVISOR_COST = 0.12, 0.15
+"""A divisor this near 1 says temperature 1, less what noise takes from the trainer; and its cost in gain.
+
+Planted temperatures at a KLD of 0.028: a divisor of 1.05 then gains 2 % more than the true temperature 1.
+"""
 FAMILY_SLOPE, FAMILY_SLOPE_ERRORS, FAMILY_SLOPE_MOST = 0.05, 3.0, 0.35
 """Differences over those predicted are 1 where it holds, within 0.05 and three standard errors."""
 FAMILY_MIN_INFORMATIVE = 8
@@ -196,6 +207,8 @@ RULE_MIN_ROWS = 3
 
 SPAN_MIN_GAIN = 30.0
 """Log likelihood ratio, nats, of two sizes of differences in one turn over one: the place is chosen too."""
+SPAN_NOISY_MIN_GAIN = 45.0
+"""The same in a noisy run: at a KLD of 0.028 one clean row in some thousands reaches 30."""
 SPAN_FACTOR = 3.0
 """Loud over quiet, in widths: bf16 noise grows by 2.3 over 400 tokens."""
 SPAN_LOUD = 0.06
@@ -215,6 +228,8 @@ CACHE_MIN_TOKENS = 6
 """Tokens of a span that may be told by where it ends."""
 VERSION_MIN_TOKENS = 16
 """Tokens on either side of a change of weights."""
+VERSION_FACTOR = 2.0
+"""Each half of what other weights drew over the rest of the turn, in mean |log_ratio|."""
 DECAY_FACTOR = 2.0
 """First half of a loud beginning over its second half: a prefix that differs is forgotten."""
 PREFIX_WIDTHS = 4.0
@@ -234,8 +249,8 @@ SLOT_MOST = 0.3
 """Most slots, as a share of the tokens: beyond, the row is another row."""
 SLOT_NOISY, SLOT_NOISY_MIN = 0.02, 2
 """Mean |log_ratio| of the rest, nats, from which one slot may be a wild token, and slots needed then."""
-SLOT_CHANCE = 0.05
-"""Most that chance may have in it that other ids fit at all slots."""
+SLOT_CHANCE, SLOT_NOISY_CHANCE = 0.05, 0.005
+"""Most that chance may have in it that other ids fit at all slots; and where the rest is noisy."""
 SLOT_FIT, SLOT_WIDTHS = 0.02, 3.0
 """Nats, and times the noise of the rest of the turn, within which another id must have the engine's value."""
 

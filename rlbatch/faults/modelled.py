@@ -124,8 +124,9 @@ def _truncation_renormalized(scored: Scored, rng: np.random.Generator) -> Scored
     places = np.arange(len(at))
     by = -np.log(mass[places, last])
     kept = np.exp(logprobs[places, scored.sample.token_ids[at]]) >= order[places, last]
-    # A row whose last token could not have been drawn would have lost its end as well.
-    if np.count_nonzero(kept & (by > 0.01)) < 4 or not kept[-1]:
+    # A turn whose last token could not have been drawn would have lost its end as well.
+    ends = np.append(np.diff(scored.sample.turn[at]) != 0, True)
+    if np.count_nonzero(kept & (by > 0.01)) < 4 or not kept[ends].all():
         return scored
     moved = _moved(scored, at, np.where(kept, by, 0.0))
     mask = moved.loss_mask.copy()

@@ -23,6 +23,7 @@ from rlbatch.alignment.hypotheses.values import (
     zero_filled,
 )
 from rlbatch.alignment.limits import (
+    FAMILY_SINGLE_SHARE,
     LOOK_TOKENS,
     OUTLIER_FACTOR,
     OUTLIER_LEAST,
@@ -30,6 +31,7 @@ from rlbatch.alignment.limits import (
     SUSPECT_MEAN,
 )
 from rlbatch.errors import Finding
+from rlbatch_kernels import RESIDUAL_CLIP
 
 __all__ = [
     "EXACT",
@@ -54,7 +56,10 @@ def another_distribution(evidence: Evidence) -> Finding | None:
     told = trainer_fault(exhibit, where=evidence.place)
     if told is not None:
         return told
-    winner = other_distribution(exhibit, most_left=evidence.most_left, current=evidence.current)
+    off = np.minimum(np.abs(exhibit.inference - exhibit.stated), RESIDUAL_CLIP).mean()
+    # One turn is little to go by: what leaves nearly all of the differences explains none of them.
+    most_left = min(evidence.most_left, FAMILY_SINGLE_SHARE * float(off))
+    winner = other_distribution(exhibit, most_left=most_left, current=evidence.current)
     return None if winner is None else distribution_finding(winner, exhibit, where=evidence.place)
 
 

@@ -10,6 +10,8 @@ import numpy as np
 from rlbatch.alignment.exhibits import Exhibit
 from rlbatch.alignment.families import FAMILIES, Family
 from rlbatch.alignment.limits import (
+    DIVISOR_COST,
+    DIVISOR_NEAR_ONE,
     FAMILY_MARGIN_SHARE,
     FAMILY_MIN_GAIN,
     FAMILY_MIN_INFORMATIVE,
@@ -79,7 +81,10 @@ def _exact_holds(each: Winner) -> bool:
 
 def _worth(each: Winner) -> float:
     """Gain, less what a parameter costs: it would fit something by itself."""
-    return each.fit.gain - (0.0 if _is_exact(each) else FAMILY_PARAMETER)
+    gain = each.fit.gain
+    if each.family.kind == "divisor" and abs(each.fit.parameter - 1) < DIVISOR_NEAR_ONE:
+        gain -= DIVISOR_COST * gain
+    return gain - (0.0 if _is_exact(each) else FAMILY_PARAMETER)
 
 
 def _gain_of_zeros(exhibit: Exhibit) -> float:

@@ -75,6 +75,8 @@ def leak_by_index(means: Sequence[float], *, where: Where) -> Finding | None:
 
 LEAK_MIN_LATER = 3
 """Sequences after the first: of four that are alike, the first is by far the least once in many packs."""
+LEAK_FIRST_TOKENS = 32
+"""Tokens of the first, which is compared with all others."""
 LEAK_LEAST = 0.03
 """Mean |log_ratio| of the later ones, nats."""
 

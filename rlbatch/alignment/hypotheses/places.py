@@ -167,8 +167,17 @@ def _best_row(evidence: Evidence) -> _Row | None:
     left, off, best = min(fits)
     if left > min(evidence.most_left, LAG_ACCEPTED_SHARE * off) or off < ROWS_OFF:
         return None
+    # A row whose own values are in place has given none away: the two rows are of one text.
+    if _is_in_place(others[best]):
+        return None
     witnessed = _row_witnessed(*_against(evidence, others[best]))
     return _Row(owner=others[best].place, off=off, left=left) if witnessed else None
+
+
+def _is_in_place(evidence: Evidence) -> bool:
+    """Whether a segment fits its own trainer logprobs to within noise."""
+    usable = evidence.usable
+    return bool(usable.any() and evidence.at_zero()[usable].mean() <= min(ROWS_OFF, evidence.most_left))
 
 
 def _candidates(evidence: Evidence) -> list[int]:

@@ -16,11 +16,14 @@ from rlbatch.alignment.limits import (
     SPAN_FACTOR,
     SPAN_LOUD,
     SPAN_MIN_GAIN,
+    SPAN_NOISY_MIN_GAIN,
     SPAN_QUIET,
     TAIL_MIN_TOKENS,
     TAIL_SHARE,
     TAIL_TOKENS,
+    VERSION_FACTOR,
     VERSION_MIN_TOKENS,
+    ZERO_NOISY,
 )
 from rlbatch.alignment.tournament import WIDTH_FLOOR, widths
 from rlbatch.catalogue import finding
@@ -59,7 +62,11 @@ def loud_span(evidence: Evidence) -> Span | None:
     split = int(gains.argmax())
     is_end = bool(second[split] > first[split])
     loud, quiet = (second, first) if is_end else (first, second)
-    if gains[split] < SPAN_MIN_GAIN or loud[split] < SPAN_FACTOR * quiet[split]:
+    is_noisy = (evidence.floor or 0.0) > ZERO_NOISY
+    if (
+        gains[split] < (SPAN_NOISY_MIN_GAIN if is_noisy else SPAN_MIN_GAIN)
+        or loud[split] < SPAN_FACTOR * quiet[split]
+    ):
         return None
     parts = errors[: split + 1], errors[split + 1 :]
     sizes = _without_largest(parts[is_end]), float(parts[not is_end].mean())
@@ -113,9 +120,18 @@ def _versions(evidence: Evidence, span: Span) -> Finding | None:
     edge = span.start if span.is_end else span.stop
     if min(edge, len(evidence.trained) - edge) < VERSION_MIN_TOKENS or _labelled(evidence.versions, edge):
         return None
+    if not _is_loud_throughout(evidence, span):
+        return None
     known = np.unique(evidence.versions[evidence.versions >= 0])
     labels = f"version {', '.join(map(str, known.tolist()))} throughout" if len(known) else "no version"
     return _span_finding("mixed-versions", evidence, span, f"; the labels say {labels}")
+
+
+def _is_loud_throughout(evidence: Evidence, span: Span) -> bool:
+    """Whether both halves of the span are loud: other weights spoil all of it, and not only its end."""
+    errors = evidence.at_zero()[span.start : span.stop][evidence.usable[span.start : span.stop]]
+    halves = np.array_split(errors, 2)
+    return all(_without_largest(half) >= max(SPAN_LOUD, VERSION_FACTOR * span.quiet) for half in halves)
 
 
 def _labelled(versions: NDArray[np.int64], edge: int) -> bool:

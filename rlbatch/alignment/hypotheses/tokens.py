@@ -16,6 +16,7 @@ from rlbatch.alignment.limits import (
     SLOT_FIT,
     SLOT_MOST,
     SLOT_NOISY,
+    SLOT_NOISY_CHANCE,
     SLOT_NOISY_MIN,
     SLOT_OFF,
     SLOT_TRAINER,
@@ -45,7 +46,8 @@ def wrong_ids(evidence: Evidence) -> Finding | None:
     first = np.diff(slots, prepend=-SLOT_AFTER - 1) > SLOT_AFTER
     if noise > SLOT_NOISY and first.sum() < SLOT_NOISY_MIN:
         return None
-    if chances[first].prod() > SLOT_CHANCE or (chances[first] == 1).any():
+    most = SLOT_NOISY_CHANCE if noise > SLOT_NOISY else SLOT_CHANCE
+    if chances[first].prod() > most or (chances[first] == 1).any():
         return None
     slots = slots[chances < 1]
     tokens = ", ".join(str(evidence.first_token + int(slot)) for slot in slots[:8])

@@ -13,9 +13,11 @@ from rlbatch.alignment.limits import (
     RENORMALISED_MIN_TOKENS,
     SIGN_MIN_TOKENS,
     ZERO_CLEAR,
+    ZERO_DEEP,
     ZERO_MIN_EVIDENCE,
     ZERO_NOISY,
     ZERO_NOISY_MIN_TOKENS,
+    ZERO_NOISY_SHARE,
     ZERO_OLD_MIN_EVIDENCE,
     ZERO_TRAINER_BELOW,
 )
@@ -101,8 +103,13 @@ def zero_filled(evidence: Evidence) -> Finding | None:
     if len(rest) and rest.mean() > ZERO_NOISY:
         # Where the trainer's own noise takes certainty away, only several clear cases are no chance.
         bad = bad[evidence.trainer[bad] < ZERO_CLEAR]
-        needed = np.inf if len(bad) < ZERO_NOISY_MIN_TOKENS else ZERO_OLD_MIN_EVIDENCE
-    if -evidence.trainer[bad].sum() < needed or _renormalised(evidence, zero):
+        # Of many true zeros some are bound to be unsure in the trainer.
+        least = max(ZERO_NOISY_MIN_TOKENS, ZERO_NOISY_SHARE * np.count_nonzero(zero))
+        needed = np.inf if len(bad) < least else ZERO_OLD_MIN_EVIDENCE
+    if -evidence.trainer[bad].sum() < needed:
+        return None
+    is_deep = np.count_nonzero(evidence.trainer[bad] < ZERO_DEEP) >= ZERO_NOISY_MIN_TOKENS
+    if not is_deep and _renormalised(evidence, zero):
         return None
     return finding(
         "zero-filled",
