@@ -24,7 +24,7 @@ def made(name, rng, *, experts):
     ids, values = rng.integers(10, 90, 40), -rng.exponential(1.0, 40)
     changes = {}
     if experts:
-        layers = [[rng.permutation(8)[:2] for _ in range(2)] for _ in range(41)]
+        layers = [[rng.permutation(8)[:2] for _ in range(3)] for _ in range(41)]
         changes["routed_experts"] = np.array(layers, np.uint8)
     # The stop token ends the turn.
     ids[-1] = 2
