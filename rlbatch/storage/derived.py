@@ -6,6 +6,7 @@ samples are made one by one, so that the one that is wrong says so. Knows arrays
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -47,18 +48,18 @@ def derive(arrays: Mapping[str, NDArray[Any]], *, num_provenances: int) -> Deriv
     offsets = arrays["offsets"]
     if not (np.diff(offsets) > 0).all() or not _names_are_right(arrays, num_provenances):
         return None
-    firsts, turn = offsets[:-1], arrays["turn"]
-    num_turns = np.diff(arrays["provenances.offsets"])
-    if (
-        int(arrays["token_ids"].min()) < 0
-        or (turn[firsts] != -1).any()
-        or int(turn.min()) < -1
-        or (np.maximum.reduceat(turn, firsts) >= num_turns).any()
-    ):
+    turn = arrays["turn"]
+    if int(arrays["token_ids"].min()) < 0 or (turn[offsets[:-1]] != -1).any() or int(turn.min()) < -1:
         return None
-    loss_mask = arrays["loss_mask"]
-    num_loss_tokens = np.add.reduceat(loss_mask, firsts, dtype=np.int64) - loss_mask[firsts]
-    return _runs(offsets, turn, arrays["policy_version"], num_loss_tokens)
+    derived = _runs(offsets, turn, arrays["policy_version"], _num_loss_tokens(offsets, arrays["loss_mask"]))
+    num_turns = np.repeat(np.diff(arrays["provenances.offsets"]), np.diff(derived.first_run))
+    return None if (derived.spans[:, 2] >= num_turns).any() else derived
+
+
+def _num_loss_tokens(offsets: NDArray[np.int64], loss_mask: NDArray[np.bool_]) -> NDArray[np.int64]:
+    # A call a sample, and yet several times as fast as `np.add.reduceat` of booleans.
+    counts = [np.count_nonzero(loss_mask[start + 1 : stop]) for start, stop in pairwise(offsets.tolist())]
+    return np.array(counts, np.int64)
 
 
 def _names_are_right(arrays: Mapping[str, NDArray[Any]], num_provenances: int) -> bool:
