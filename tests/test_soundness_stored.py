@@ -10,7 +10,7 @@ from rlbatch.catalogue import CATALOGUE
 from rlbatch.faults import FAULTS, ROUTING_FAULTS, SET_FAULTS, TRAINER_VERSION
 from rlbatch.records import Origin, StoredSamples
 from rlbatch.soundness import check_sound, gate, subject
-from rlbatch.storage import open_reader, open_writer
+from rlbatch.storage import derived, open_reader, open_writer
 
 TOLD = {"vocab_size": 1000, "trainer_version": TRAINER_VERSION, "max_version_lag": 4, "group_size": 4}
 WITHOUT_TRAINER = {
@@ -105,3 +105,14 @@ def test_runs_of_what_was_read_are_the_stretches(tmp_path):
     assert [len(stretch.samples) for stretch in read.stretches] == [3, 1, 1, 1]
     assert [each.sample_id for each in read] == ["b0:0", "b1:0", "b2:0", "a1:0", "a0:0", "c1:0"]
     assert open_reader(tmp_path / "a.safetensors").read([]).stretches == ()
+
+
+@pytest.mark.parametrize("piece", [1, 7, 42, 10_000])
+def test_runs_of_a_shard_are_those_of_its_samples_wherever_it_is_cut(piece, tmp_path, monkeypatch):
+    monkeypatch.setattr(derived, "PIECE", piece)
+    samples = clean()
+    samples[2] = replace(samples[2], policy_version=np.arange(42, dtype=np.int32))
+    for read, own in zip(stored(samples, tmp_path / "a.safetensors"), samples, strict=True):
+        assert read.segments == own.segments
+        assert read.segment_versions == own.segment_versions
+        assert read.num_loss_tokens == own.num_loss_tokens

@@ -14,6 +14,9 @@ from numpy.typing import NDArray
 
 from rlbatch.records import UNKNOWN_VERSION, Segment
 
+PIECE = 2**16
+"""Tokens that are compared at a time."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Derived:
@@ -88,13 +91,13 @@ def _runs(
     num_loss_tokens: NDArray[np.int64],
 ) -> Derived:
     # A run begins where the turn changes; token 0 of a sample is never sampled, so no run crosses samples.
-    starts = np.concatenate([[0], np.flatnonzero(turn[1:] != turn[:-1]) + 1])
+    starts = np.append(0, _changes(turn))
     stops = np.append(starts[1:], len(turn))
     sampled = turn[starts] >= 0
     starts, stops = starts[sampled], stops[sampled]
     sample = np.searchsorted(offsets, starts, side="right") - 1
     # One version throughout: the next change behind the first token is not before the end.
-    changes = np.append(np.flatnonzero(version[1:] != version[:-1]) + 1, len(version))
+    changes = np.append(_changes(version), len(version))
     next_change = changes[np.searchsorted(changes, starts, side="right")]
     own = offsets[sample]
     return Derived(
@@ -103,3 +106,14 @@ def _runs(
         versions=np.where(next_change >= stops, version[starts], np.int32(UNKNOWN_VERSION)),
         num_loss_tokens=num_loss_tokens,
     )
+
+
+def _changes(values: NDArray[Any]) -> NDArray[np.intp]:
+    """Where a value is not that of the entry before."""
+    # Piece by piece, in memory that is used again: a whole shard's would be fresh pages.
+    later, earlier = values[1:], values[:-1]
+    pieces = [
+        np.flatnonzero(later[start : start + PIECE] != earlier[start : start + PIECE]) + (start + 1)
+        for start in range(0, len(values), PIECE)
+    ]
+    return np.concatenate(pieces)
