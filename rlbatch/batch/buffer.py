@@ -61,13 +61,34 @@ def place_slots(slots: Sequence[Slot], allocate: Allocate) -> tuple[Tensor, list
     Example:
         int64 [3] and bool [3] -> 24 bytes at 0 and 3 bytes at 256, in a buffer of 259
     """
-    placed, end = [], 0
+    starts, end = [], 0
     for slot in slots:
         start = -(-end // FIELD_ALIGNMENT) * FIELD_ALIGNMENT
-        placed.append(Slot(dtype=slot.dtype, shape=slot.shape, start=start))
+        starts.append(start)
         end = start + slot.num_bytes
     buffer = _checked(allocate(end), end)[:end]
-    return buffer, [slot.of(buffer) for slot in placed]
+    # Views of one dtype are made of one another: of bytes each would take three steps.
+    whole = {dtype: _whole(buffer, dtype) for dtype in {slot.dtype for slot in slots}}
+    views = []
+    for slot, start in zip(slots, starts, strict=True):
+        base = whole[slot.dtype]
+        first = base.storage_offset() + start // slot.dtype.itemsize
+        views.append(base.as_strided(slot.shape, _strides(slot.shape), first))
+    return buffer, views
+
+
+def _whole(buffer: Tensor, dtype: torch.dtype) -> Tensor:
+    """The buffer as values of one dtype, as many as fit."""
+    return buffer[: buffer.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
+
+
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Of a contiguous tensor, in values.
+
+    Example:
+        (2, 3, 4) -> (12, 4, 1)
+    """
+    return tuple([math.prod(shape[axis + 1 :]) for axis in range(len(shape))])
 
 
 def slot_in(buffer: Tensor | None, tensor: Tensor) -> Slot | None:

@@ -72,7 +72,7 @@ def collate(
     num_loss_tokens = tuple([sample.num_loss_tokens for sample in samples])
     return Batch(
         **tensors,
-        max_seqlen=int(np.diff(tensors["cu_seqlens"].numpy()).max()) if layout == "packed" else None,
+        max_seqlen=place.longest_sequence if layout == "packed" else None,
         host_segments=parts.segments,
         segment_versions=parts.versions,
         provenances=parts.provenances,

@@ -154,6 +154,11 @@ class Place:
             pieces.extend(filling(length, filler))
         return pieces
 
+    @property
+    def longest_sequence(self) -> int:
+        """Longest sequence of a pack with its own padding; no piece of padding behind them is longer."""
+        return max(length + after for length, after in zip(self.lengths, self.after, strict=True))
+
     def boundaries(self) -> list[int]:
         """`cu_seqlens` of a pack: sequences with their padding, then the pieces of padding behind them."""
         row_end = self.shape[1]

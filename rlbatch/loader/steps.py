@@ -80,8 +80,7 @@ def _totals(samples: Sequence[Sample]) -> StepInfo:
         num_samples=len(samples),
         num_trajectories=sum(sample.sibling == 0 for sample in samples),
         num_tokens=sum(map(len, samples)),
-        # As in collation: nothing predicts token 0.
-        num_loss_tokens=sum(int(np.count_nonzero(sample.loss_mask[1:])) for sample in samples),
+        num_loss_tokens=sum(sample.num_loss_tokens for sample in samples),
     )
 
 

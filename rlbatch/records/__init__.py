@@ -17,6 +17,7 @@ from rlbatch.records.provenance import (
     SamplingParams,
 )
 from rlbatch.records.sample import Origin, Sample, Segment, check_samples, origins_of, sampled_segments
+from rlbatch.records.stretch import StoredSamples, Stretch
 from rlbatch.records.structure import EXPERT_DTYPES
 from rlbatch.records.token_fields import TOKEN_FIELDS, UNKNOWN_VERSION, Align, TokenField
 from rlbatch.records.turn import FINISH_REASONS, FinishReason, Trajectory, Turn, Usage, VersionSpan
@@ -39,6 +40,8 @@ __all__ = [
     "Sample",
     "SamplingParams",
     "Segment",
+    "StoredSamples",
+    "Stretch",
     "TOKEN_FIELDS",
     "TokenField",
     "Trajectory",

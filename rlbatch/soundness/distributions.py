@@ -22,7 +22,11 @@ _EXPECTED = {
 def temperature_contradicted(subject: Subject) -> Iterator[Finding]:
     """Sampled tokens whose temperature is not what their provenance says the logits were divided by."""
     stated = subject.per_run(lambda provenance: provenance.divisor, "float32")
-    bad = np.flatnonzero((subject.temperature != _of_tokens(subject, stated)) & subject.sampled)
+    found = subject.temperature
+    # The usual case: one temperature throughout, and 1 where nobody sampled.
+    if len(stated) and (stated == found.min()).all() and (stated == found.max()).all():
+        return
+    bad = np.flatnonzero((found != _of_tokens(subject, stated)) & subject.sampled)
     for run, tokens in subject.by_run(bad):
         values = subject.temperature[subject.tokens_of(run)]
         yield finding(

@@ -6,7 +6,7 @@ import numpy as np
 
 from rlbatch.catalogue import finding
 from rlbatch.errors import Finding, SoundnessError, Where
-from rlbatch.records import PURPOSES, Origin, Purpose, Sample, check_samples, origins_of
+from rlbatch.records import PURPOSES, Origin, Purpose, Sample, StoredSamples, check_samples, origins_of
 from rlbatch.records.structure import check_choice
 from rlbatch.soundness.distributions import (
     greedy_sampled,
@@ -104,7 +104,14 @@ def check_sound(
     if not samples:
         return ()
     # A sequence need not give slices of itself; a tuple does.
-    return _findings(Members(samples=tuple(samples), origins=tuple(origins), expected=expected))
+    return _findings(
+        Members(
+            samples=tuple(samples),
+            origins=tuple(origins),
+            expected=expected,
+            stretches=samples.stretches if isinstance(samples, StoredSamples) else (),
+        )
+    )
 
 
 def require_sound(

@@ -43,7 +43,7 @@ def bos_wrong(subject: Subject) -> Iterator[Finding]:
 
 def mask_drops_eos(subject: Subject) -> Iterator[Finding]:
     """Sampled stop tokens that are not trained though the token before each is."""
-    untrained = np.flatnonzero(subject.sampled & ~subject.loss_mask)
+    untrained = np.flatnonzero(subject.sampled > subject.loss_mask)
     # Token 0 of a sample is never sampled, so that there is always one before.
     single = untrained[subject.sampled[untrained - 1] & subject.loss_mask[untrained - 1]]
     if len(single):

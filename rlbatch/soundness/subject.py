@@ -12,8 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlbatch.errors import RecordError, Where
-from rlbatch.records import Origin, Provenance, Purpose, Sample
+from rlbatch.records import TOKEN_FIELDS, Origin, Provenance, Purpose, Sample, Stretch
 from rlbatch.records.structure import check_scalar
+
+_ALWAYS_THERE = tuple(spec.name for spec in TOKEN_FIELDS if not spec.optional)
+
+MIN_FLAT_TOKENS = 2**14
+"""Shorter stretches are joined with their neighbours: a part costs as much as looking at so many tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +86,8 @@ class Members:
     samples: Sequence[Sample]
     origins: Sequence[Origin]
     expected: Expectations
+    stretches: Sequence[Stretch] = ()
+    """The same samples as runs that lie end to end in flat arrays; empty where nobody knows."""
 
     def where(self, sample: int, tokens: NDArray[np.intp] | None = None, turn: int | None = None) -> Where:
         """The place of a finding: a sample, and the span from the first to the last of its `tokens`."""
@@ -94,14 +101,37 @@ class Members:
         )
 
     def parts(self, *, max_tokens: int) -> Iterator["Members"]:
-        """The same samples in runs, each closed once it has `max_tokens` tokens."""
-        first, num_tokens = 0, 0
-        for at, sample in enumerate(self.samples, start=1):
-            num_tokens += len(sample)
-            if num_tokens >= max_tokens or at == len(self.samples):
-                part = slice(first, at)
-                yield Members(samples=self.samples[part], origins=self.origins[part], expected=self.expected)
-                first, num_tokens = at, 0
+        """The same samples in runs, each closed once it has `max_tokens` tokens, or a long stretch ends."""
+        first = 0
+        for stop, stretch in self._cuts(max_tokens):
+            yield Members(
+                samples=self.samples[first:stop],
+                origins=self.origins[first:stop],
+                expected=self.expected,
+                stretches=() if stretch is None else (stretch,),
+            )
+            first = stop
+
+    def _cuts(self, max_tokens: int) -> Iterator[tuple[int, Stretch | None]]:
+        """Where each part ends, and the one stretch that it is, where it is one."""
+        pieces: list[tuple[list[int], Stretch | None]] = [
+            (np.diff(stretch.offsets).tolist(), stretch if stretch.num_tokens >= MIN_FLAT_TOKENS else None)
+            for stretch in self.stretches
+        ]
+        at = num_tokens = 0
+        for lengths, stretch in pieces or [([len(sample) for sample in self.samples], None)]:
+            if stretch is not None and num_tokens:
+                yield at, None
+                num_tokens = 0
+            first = 0
+            for stop, length in enumerate(lengths, start=1):
+                num_tokens += length
+                if num_tokens >= max_tokens or (stretch is not None and stop == len(lengths)):
+                    yield at + stop, None if stretch is None else stretch.part(first, stop)
+                    first, num_tokens = stop, 0
+            at += len(lengths)
+        if num_tokens:
+            yield at, None
 
 
 class Scratch:
@@ -135,29 +165,34 @@ class Subject(Members):
     sampled: NDArray[np.bool_]
     """[N]; True = an engine drew the token."""
     runs: Runs
+    version_changes: NDArray[np.intp]
+    """[C] sampled tokens whose `policy_version` is not that of the token before, which is of the same run."""
     provenances: tuple[Provenance, ...]
     """The distinct ones."""
 
     @classmethod
     def of(cls, members: Members, scratch: "Scratch") -> "Subject":
-        """The samples end to end; at least one. The next subject of the same scratch overwrites this one."""
+        """The samples end to end; at least one. The next subject of the same scratch overwrites this one.
+
+        What lies end to end already is taken as it lies.
+        """
         samples = members.samples
-        offsets = np.concatenate([[0], np.cumsum([len(sample) for sample in samples])])
-        length = int(offsets[-1])
-        turn = scratch.joined("turn", [sample.turn for sample in samples], length)
-        columns = {
-            name: scratch.joined(name, [getattr(sample, name) for sample in samples], length)
-            for name in ("token_ids", "loss_mask", "advantages", "policy_version", "temperature")
-        }
-        runs, provenances = _runs(samples, turn, offsets)
+        stretch = members.stretches[0] if len(members.stretches) == 1 else _joined(samples, scratch)
+        columns: dict[str, Any] = dict(stretch.columns)
+        turn, reported = columns.pop("turn"), columns.pop("inference_logprobs")
+        if any(sample.raw_inference_logprobs is not None for sample in samples):
+            parts = [_reported(sample) for sample in samples]
+            reported = scratch.joined("reported", parts, stretch.num_tokens)
+        runs, provenances = _runs(samples, turn, stretch.offsets)
         return cls(
             samples=samples,
             origins=members.origins,
             expected=members.expected,
-            offsets=offsets,
-            reported=scratch.joined("reported", [_reported(sample) for sample in samples], length),
+            offsets=stretch.offsets,
+            reported=reported,
             sampled=turn >= 0,
             runs=runs,
+            version_changes=_changes_within(runs, columns["policy_version"]),
             provenances=provenances,
             **columns,
         )
@@ -215,6 +250,18 @@ class Subject(Members):
         return self.provenances[int(self.runs.provenance[run])]
 
 
+def _joined(samples: Sequence[Sample], scratch: Scratch) -> Stretch:
+    offsets = np.concatenate([[0], np.cumsum([len(sample) for sample in samples])])
+    return Stretch(
+        samples=samples,
+        offsets=offsets,
+        columns={
+            name: scratch.joined(name, [getattr(sample, name) for sample in samples], int(offsets[-1]))
+            for name in _ALWAYS_THERE
+        },
+    )
+
+
 def _runs(
     samples: Sequence[Sample], turn: NDArray[np.int16], offsets: NDArray[np.intp]
 ) -> tuple[Runs, tuple[Provenance, ...]]:
@@ -237,6 +284,15 @@ def _runs(
         indices.append(seen[id(provenance)])
     runs = Runs(start=start, stop=stop, sample=sample, turn=turns, provenance=np.array(indices, np.intp))
     return runs, tuple(distinct)
+
+
+def _changes_within(runs: Runs, values: NDArray[np.int32]) -> NDArray[np.intp]:
+    """Tokens of runs whose value is another one than that of the token before, in the same run."""
+    at = np.flatnonzero(values[1:] != values[:-1]) + 1
+    if not len(runs) or not len(at):
+        return at[:0]
+    run = np.searchsorted(runs.start, at, "right") - 1
+    return at[(run >= 0) & (at > runs.start[run]) & (at < runs.stop[run])]
 
 
 def _reported(sample: Sample) -> NDArray[np.float32]:

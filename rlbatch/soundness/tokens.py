@@ -56,7 +56,7 @@ def impossible_values(subject: Subject) -> Iterator[Finding]:
     values = subject.reported
     # Written so that NaN is suspect too: one look at all values, a second at the suspects only.
     possible = (values <= POSITIVE_TOLERANCE) & (values > SENTINEL_AT)
-    suspect = subject.loss_mask & subject.sampled & ~possible
+    suspect = (subject.loss_mask & subject.sampled) > possible
     for run, tokens in subject.by_run(np.flatnonzero(suspect)):
         reported = values[subject.tokens_of(run)]
         for fault in VALUE_FAULTS:
@@ -99,7 +99,8 @@ def _on_bf16_grid(values: NDArray[np.float32]) -> NDArray[np.bool_]:
 
 def mask_without_logprob(subject: Subject) -> Iterator[Finding]:
     """Trained tokens that nobody sampled."""
-    for sample, tokens in subject.by_sample(np.flatnonzero(subject.loss_mask & ~subject.sampled)):
+    # Of booleans, greater is "the one and not the other" in one pass.
+    for sample, tokens in subject.by_sample(np.flatnonzero(subject.loss_mask > subject.sampled)):
         yield finding(
             "mask-without-logprob",
             where=subject.where(sample, tokens),
@@ -110,10 +111,11 @@ def mask_without_logprob(subject: Subject) -> Iterator[Finding]:
 
 def advantage_not_finite(subject: Subject) -> Iterator[Finding]:
     """Advantages that make the loss NaN."""
-    bad = ~np.isfinite(subject.advantages)
-    if not bad.any():
+    # Each is NaN where any value is: two quick looks, and a third at a fault only.
+    least, most = subject.advantages.min(), subject.advantages.max()
+    if np.isfinite(least) and np.isfinite(most):
         return
-    bad &= subject.loss_mask
+    bad = ~np.isfinite(subject.advantages) & subject.loss_mask
     for sample, tokens in subject.by_sample(np.flatnonzero(bad)):
         yield finding(
             "advantage-not-finite",

@@ -31,11 +31,12 @@ def version_too_old(subject: Subject) -> Iterator[Finding]:
 
 def version_gap(subject: Subject) -> Iterator[Finding]:
     """Sampled tokens without a version in a turn that has one for others."""
-    unknown = (subject.policy_version == UNKNOWN_VERSION) & subject.sampled
-    for run, tokens in subject.by_run(np.flatnonzero(unknown)):
-        versions = subject.policy_version[subject.tokens_of(run)]
-        if len(tokens) == len(versions):
-            continue
+    version = subject.policy_version
+    # A turn that has both has a change between them.
+    at = subject.version_changes
+    at = at[(version[at] == UNKNOWN_VERSION) | (version[at - 1] == UNKNOWN_VERSION)]
+    for run, _ in subject.by_run(at):
+        tokens = np.flatnonzero(version[subject.tokens_of(run)] == UNKNOWN_VERSION)
         yield finding(
             "version-gap",
             where=subject.where_run(run, tokens),
@@ -46,12 +47,9 @@ def version_gap(subject: Subject) -> Iterator[Finding]:
 
 def version_mixed(subject: Subject) -> Iterator[Finding]:
     """Turns that several versions of the weights drew."""
-    version, sampled = subject.policy_version, subject.sampled
-    # Most changes are where a prompt ends: few are left to look at, whatever the number of tokens.
-    at = np.flatnonzero(version[1:] != version[:-1]) + 1
-    at = at[sampled[at] & (version[at] != UNKNOWN_VERSION) & (version[at - 1] != UNKNOWN_VERSION)]
-    # Between two turns, and two samples, weights may change.
-    for run, tokens in subject.by_run(at[~subject.begins_run(at)] if len(at) else at):
+    version, at = subject.policy_version, subject.version_changes
+    at = at[(version[at] != UNKNOWN_VERSION) & (version[at - 1] != UNKNOWN_VERSION)]
+    for run, tokens in subject.by_run(at):
         versions = version[subject.tokens_of(run)]
         shown = ", ".join(map(str, [versions[0], *versions[tokens]]))
         back = bool((versions[tokens] < versions[tokens - 1]).any())

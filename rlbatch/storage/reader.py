@@ -6,12 +6,13 @@ are ignored and listed. Knows nothing of recorded rollouts (JSON), batches or wh
 
 import operator
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rlbatch.records import Provenance, Sample
+from rlbatch.records import Provenance, Sample, StoredSamples
 from rlbatch.storage.columns import provenance_text
 from rlbatch.storage.files import list_directory, refusal, unusable
 from rlbatch.storage.shard import Shard
@@ -118,17 +119,19 @@ class ShardReader:
         """
         return list(self)
 
-    def read(self, indices: Iterable[int]) -> list[Sample]:
+    def read(self, indices: Iterable[int]) -> StoredSamples:
         """These samples, in this order; each shard among them is verified whole the first time.
+
+        Samples that follow each other in a shard are one stretch, whose arrays are views of the file.
 
         Raises:
             IndexError: there are not that many samples.
             StorageError: shard-altered, naming the array.
         """
-        indices = list(indices)
-        for shard in self._shards_of(indices):
-            shard.verify()
-        return [self._shards[shard].sample(at) for shard, at in self._places(indices)]
+        places = self._places(indices)
+        for number in sorted({shard for shard, _ in places}):
+            self._shards[number].verify()
+        return StoredSamples([self._shards[shard].stretch(*span) for shard, span in _spans(places)])
 
     def read_owned(self, indices: Iterable[int]) -> list[Sample]:
         """`read`, but with arrays in memory of their own, and the shards' memory released one by one.
@@ -236,6 +239,18 @@ class ShardReader:
             raise IndexError(f"sample {wanted[bad[0]]} of {len(self)}")
         shards = np.searchsorted(self._firsts, at, side="right") - 1
         return list(zip(shards.tolist(), (at - self._firsts[shards]).tolist(), strict=True))
+
+
+def _spans(places: Sequence[tuple[int, int]]) -> list[tuple[int, tuple[int, int]]]:
+    """(shard, samples first:stop of it) of each run of places that follow each other.
+
+    Example:
+        places (0, 4), (0, 5), (1, 0) -> (0, (4, 6)), (1, (0, 1))
+    """
+    shard, at = np.array(places, np.int64).reshape(-1, 2).T
+    breaks = np.flatnonzero((np.diff(shard) != 0) | (np.diff(at) != 1)) + 1
+    cuts = [0, *breaks.tolist(), len(places)] if places else []
+    return [(places[first][0], (places[first][1], places[stop - 1][1] + 1)) for first, stop in pairwise(cuts)]
 
 
 def _reopen(paths: Sequence[str], leftovers: Sequence[str]) -> ShardReader:

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlbatch.errors import StorageError
-from rlbatch.records import TOKEN_FIELDS, FinishReason, MediaArray, Provenance, Sample
+from rlbatch.records import TOKEN_FIELDS, FinishReason, MediaArray, Provenance, Sample, Stretch
 from rlbatch.storage.columns import (
     ARRAYS,
     EXPERT_COLUMNS,
@@ -167,6 +167,22 @@ class Shard:
             raise refusal(
                 "shard-altered", self.path, sample=index, expected="a sample", found=shown(str(error))
             ) from error
+
+    def stretch(self, start: int, stop: int) -> Stretch:
+        """Samples start:stop with the flat arrays that theirs are views of.
+
+        Raises:
+            StorageError: shard-altered, what the file holds there cannot be a sample.
+        """
+        offsets = self.offsets[start : stop + 1]
+        tokens = slice(int(offsets[0]), int(offsets[-1]))
+        return Stretch(
+            samples=[self.sample(index) for index in range(start, stop)],
+            offsets=offsets - offsets[0],
+            columns={
+                spec.name: self._arrays[spec.name][tokens] for spec in TOKEN_FIELDS if not spec.optional
+            },
+        )
 
     def samples(self) -> Iterator[Sample]:
         """Every sample in order, once `verify` has passed."""
