@@ -9,7 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlbatch_kernels import STAT_COLUMNS, alignment_stats, c_library, c_stats, stats, token_statistics
+from rlbatch_kernels import (
+    LAGS,
+    STAT_COLUMNS,
+    alignment_stats,
+    c_library,
+    c_stats,
+    column,
+    stats,
+    token_statistics,
+)
 
 pytestmark = pytest.mark.skipif(c_library.missing() is not None, reason="the C library was not built")
 
@@ -108,8 +117,11 @@ def test_gradients_are_rounded_to_the_nearest_half(level: str, dtype: torch.dtyp
     assert narrow.grad.isinf().any() == (dtype == torch.float16)
 
 
-# 511 to 1030: round one and two blocks of AVX-512's clean path, with its two partners on either side.
-@pytest.mark.parametrize("length", [0, 1, 2, 15, 16, 17, 511, 512, 516, 517, 1027, 1028, 1030, 3000])
+# A segment is 16 tokens of AVX-512 (4, 8 of the others), clean blocks of at most 512, and what lacks a
+# partner: 17 to 34 have none or one vector of it, 511 to 1046 one or two blocks, whole or not.
+@pytest.mark.parametrize(
+    "length", [0, 1, 2, 15, 16, 17, 18, 19, 33, 34, 511, 512, 529, 530, 531, 1028, 1042, 1046, 3000]
+)
 def test_statistics_of_every_level_equal_torch(level: str, length: int) -> None:
     batch = a_batch(3, 3000)
     segments = torch.tensor([(row, at, at + length, 0) for row in range(3) for at in (0, 3000 - length)])
@@ -123,6 +135,18 @@ def test_statistics_of_every_level_equal_torch(level: str, length: int) -> None:
         index for index, name in enumerate(STAT_COLUMNS) if name.startswith(("count", "num", "residual_p"))
     ]
     assert torch.equal(found[:, counts], exact[:, counts])
+
+
+def test_a_residual_is_clipped_at_lag_0_of_a_clean_block_too(level: str) -> None:
+    trainer, inference = torch.full((1, 600), -1.0), torch.full((1, 600), -1.5)
+    trainer[0, 300] = -11.5
+    table = alignment_stats(
+        trainer, inference, torch.ones(1, 600, dtype=torch.bool), torch.tensor([(0, 0, 600, 0)]), backend="c"
+    )
+    # 599 of 0.5 and one of 10, which counts as 4; a lag loses |lag| pairs of 0.5 at the ends.
+    for lag in LAGS:
+        assert column(table, f"residual_sum_{lag}").item() == 599 * 0.5 + 4.0 - 0.5 * abs(lag)
+    assert column(table, "sum_abs_log_ratio").item() == 599 * 0.5 + 10.0
 
 
 def test_k3_of_one_token_and_of_a_clean_block_is_right_to_a_millionth(level: str) -> None:

@@ -25,6 +25,7 @@
 #define LANES 8
 #define VECTOR_MAX(x, y) _mm256_max_ps((__m256)(x), (__m256)(y))
 #define VECTOR_MIN(x, y) _mm256_min_ps((__m256)(x), (__m256)(y))
+#define VECTOR_SIGNS(x) _mm256_movemask_ps((__m256)(x))
 #include "lanes.h"
 #include "softmax.h"
 #include "stats.h"
@@ -32,6 +33,7 @@
 #undef LANES
 #undef VECTOR_MAX
 #undef VECTOR_MIN
+#undef VECTOR_SIGNS
 #if defined(__clang__)
 #pragma clang attribute pop
 #else
@@ -48,6 +50,9 @@
 #define LANES 16
 #define VECTOR_MAX(x, y) _mm512_max_ps((__m512)(x), (__m512)(y))
 #define VECTOR_MIN(x, y) _mm512_min_ps((__m512)(x), (__m512)(y))
+/* 2: the operand of the smaller size; 8: without its sign. */
+#define VECTOR_MIN_SIZE(x, y) _mm512_range_ps((__m512)(x), (__m512)(y), 2 | 8)
+#define VECTOR_SIGNS(x) _mm512_movepi32_mask((__m512i)(x))
 #include "lanes.h"
 #include "softmax.h"
 #include "stats.h"
@@ -55,6 +60,8 @@
 #undef LANES
 #undef VECTOR_MAX
 #undef VECTOR_MIN
+#undef VECTOR_SIGNS
+#undef VECTOR_MIN_SIZE
 #if defined(__clang__)
 #pragma clang attribute pop
 #else

@@ -128,17 +128,18 @@ struct NAME(clean) {
     vf log_ratio, abs_log_ratio, sq_log_ratio, residual[NUM_LAGS], max_abs, max_inference;
 };
 
-static INLINE int NAME(all_trained)(const uint8_t *mask) {
+static INLINE int NAME(all_trained)(const uint8_t *mask, int n) {
     uint8_t all = 1;
-    for (int j = 0; j < BLOCK; j++) all &= mask[j] != 0;
+    for (int j = 0; j < n; j++) all &= mask[j] != 0;
     return all;
 }
 
-/* One pass over BLOCK tokens whose partners at every lag are there: all that needs no exponential. */
-static INLINE void NAME(clean_pass)(const float *trainer, const float *inference, float clip, float *log_ratio,
-                                    struct NAME(clean) *to) {
+/* One pass over n tokens whose partners at every lag are there: all that needs no exponential. Lag 0 is left
+ * out: where no |log_ratio| reaches the clip its residuals are the |log_ratio| themselves. */
+static INLINE void NAME(clean_pass)(const float *trainer, const float *inference, int n, float clip,
+                                    float *log_ratio, struct NAME(clean) *to) {
     struct NAME(clean) sums = *to;
-    for (int j = 0; j < BLOCK; j += LANES) {
+    for (int j = 0; j < n; j += LANES) {
         __builtin_prefetch(trainer + j + PREFETCH);
         __builtin_prefetch(inference + j + PREFETCH);
         vf i = NAME(load)(inference + j), d = NAME(load)(trainer + j) - i, size = NAME(absolute)(d);
@@ -149,18 +150,27 @@ static INLINE void NAME(clean_pass)(const float *trainer, const float *inference
         sums.max_abs = NAME(larger)(size, sums.max_abs);
         sums.max_inference = NAME(larger)(i, sums.max_inference);
         for (int lag = 0; lag < NUM_LAGS; lag++) {
-            vf apart = NAME(absolute)(i - NAME(load)(trainer + j + lag - MAX_LAG));
-            sums.residual[lag] += NAME(smaller)(apart, NAME(splat)(clip));
+            if (lag == MAX_LAG) continue;
+            vf apart = i - NAME(load)(trainer + j + lag - MAX_LAG);
+            sums.residual[lag] += NAME(smaller_size)(apart, NAME(splat)(clip));
         }
     }
     *to = sums;
 }
 
-/* The sums over ratios, of BLOCK log ratios below SMALL. With u = ratio - 1 = log_ratio + k3 the sum of ratios is
- * BLOCK + sum u, and that of their squares BLOCK + 2 sum u + sum u^2. */
-static INLINE void NAME(small_ratios)(const float *log_ratio, vf sum_log_ratio, vf *value, float *ratio_out) {
+/* The sum of |log_ratio|, each clipped: the residuals at lag 0. */
+static INLINE vf NAME(clipped_sizes)(const float *log_ratio, int n, float clip) {
+    vf sum = {0};
+    for (int j = 0; j < n; j += LANES)
+        sum += NAME(smaller_size)(NAME(load)(log_ratio + j), NAME(splat)(clip));
+    return sum;
+}
+
+/* The sums over ratios, of n log ratios below SMALL. With u = ratio - 1 = log_ratio + k3 the sum of ratios is
+ * n + sum u, and that of their squares n + 2 sum u + sum u^2. */
+static INLINE void NAME(small_ratios)(const float *log_ratio, int n, vf sum_log_ratio, vf *value, float *ratio_out) {
     vf sum_k3 = {0}, sum_sq = {0};
-    for (int j = 0; j < BLOCK; j += LANES) {
+    for (int j = 0; j < n; j += LANES) {
         vf d = NAME(load)(log_ratio + j);
         /* 1/7! to 1/2!; at 1/4 the first term left out is 1e-8 of the sum. */
         vf series = d * 1.9841270e-4f + 1.3888889e-3f;
@@ -173,15 +183,16 @@ static INLINE void NAME(small_ratios)(const float *log_ratio, vf sum_log_ratio, 
         sum_sq += above_one * above_one;
         if (ratio_out) NAME(store)(ratio_out + j, 1.0f + above_one);
     }
-    vf above_one = sum_log_ratio + sum_k3, ones = NAME(splat)(BLOCK / LANES);
+    vf above_one = sum_log_ratio + sum_k3, ones = NAME(splat)((float)(n / LANES));
     value[SUM_K3] = value[SUM_K3_CAPPED] = sum_k3;
     value[SUM_RATIO] = ones + above_one;
     value[SUM_SQ_RATIO] = ones + (2.0f * above_one + sum_sq);
 }
 
 /* The same of any finite log ratios. */
-static INLINE void NAME(large_ratios)(const float *log_ratio, const struct limits *at, vf *value, float *ratio_out) {
-    for (int j = 0; j < BLOCK; j += LANES) {
+static INLINE void NAME(large_ratios)(const float *log_ratio, int n, const struct limits *at, vf *value,
+                                      float *ratio_out) {
+    for (int j = 0; j < n; j += LANES) {
         vf d = NAME(load)(log_ratio + j), ratio = NAME(exp)(NAME(clamped)(d, at->max_exponent));
         vf k3 = NAME(select)(NAME(absolute)(d) < 1.0f, NAME(k3_series)(d), (ratio - 1.0f) - d);
         value[SUM_K3] += k3;
@@ -193,38 +204,41 @@ static INLINE void NAME(large_ratios)(const float *log_ratio, const struct limit
 }
 
 /* The two counts that a clean block can have beside the number of its tokens. */
-static INLINE void NAME(clean_counts)(const float *trainer, const float *inference, const struct limits *at,
+static INLINE void NAME(clean_counts)(const float *trainer, const float *inference, int n, const struct limits *at,
                                       vi *count) {
-    for (int j = 0; j < BLOCK; j += LANES) {
+    for (int j = 0; j < n; j += LANES) {
         vf t = NAME(load)(trainer + j), i = NAME(load)(inference + j);
         count[NUM_ZEROS] -= (i == 0.0f) & (t < at->zero_needs_below);
         count[NUM_CONFIDENT] -= (i >= at->confident_from) & (t - i < -at->disagrees_by);
     }
 }
 
-/* A whole block in the middle of a segment, every token of it and its partners trained and finite: the common case,
- * at half the instructions. 0 and nothing added where it is no such block. */
-static INLINE int NAME(clean_block)(const struct tokens *of, int64_t first, const struct limits *at,
+/* Whole vectors in the middle of a segment, every token of them and its partners trained and finite: the common
+ * case, at a third of the instructions. 0 and nothing added where it is no such block. */
+static INLINE int NAME(clean_block)(const struct tokens *of, int64_t first, int n, const struct limits *at,
                                     struct NAME(sums) *sums) {
     const float *trainer = of->trainer + first, *inference = of->inference + first;
     __builtin_prefetch(of->mask + first + PREFETCH);
-    if (!NAME(all_trained)(of->mask + first)) return 0;
+    if (!NAME(all_trained)(of->mask + first, n)) return 0;
     for (int k = 1; k <= MAX_LAG; k++)
-        if (!of->mask[first - k] || !isfinite(trainer[-k]) || !of->mask[first + BLOCK + k - 1] ||
-            !isfinite(trainer[BLOCK + k - 1]))
+        if (!of->mask[first - k] || !isfinite(trainer[-k]) || !of->mask[first + n + k - 1] ||
+            !isfinite(trainer[n + k - 1]))
             return 0;
     float log_ratio[BLOCK];
     struct NAME(clean) found = {.max_inference = NAME(splat)(-INFINITY)};
-    NAME(clean_pass)(trainer, inference, at->residual_clip, log_ratio, &found);
+    NAME(clean_pass)(trainer, inference, n, at->residual_clip, log_ratio, &found);
     /* A NaN or an infinity on either side is one in here. */
-    if (!isfinite(NAME(total_of)(found.abs_log_ratio))) return 0;
+    if (NAME(any)(~NAME(finite)(found.abs_log_ratio))) return 0;
     vf value[RESIDUAL_SUM] = {{0}};
-    float largest = NAME(largest)(found.max_abs), most = NAME(largest)(found.max_inference);
     float *ratio_out = of->ratio ? of->ratio + first : NULL;
     /* No k3 below SMALL reaches a cap as large as SMALL. */
-    if (largest < SMALL && at->k3_cap >= SMALL) NAME(small_ratios)(log_ratio, found.log_ratio, value, ratio_out);
-    else NAME(large_ratios)(log_ratio, at, value, ratio_out);
-    if (most >= 0.0f || largest > at->disagrees_by) NAME(clean_counts)(trainer, inference, at, sums->count);
+    int small = at->k3_cap >= SMALL && !NAME(any)(found.max_abs >= SMALL);
+    if (small) NAME(small_ratios)(log_ratio, n, found.log_ratio, value, ratio_out);
+    else NAME(large_ratios)(log_ratio, n, at, value, ratio_out);
+    if (NAME(any)((found.max_inference >= 0.0f) | (found.max_abs > at->disagrees_by)))
+        NAME(clean_counts)(trainer, inference, n, at, sums->count);
+    int clipped = NAME(any)(found.max_abs > at->residual_clip);
+    found.residual[MAX_LAG] = clipped ? NAME(clipped_sizes)(log_ratio, n, at->residual_clip) : found.abs_log_ratio;
     value[SUM_LOG_RATIO] = found.log_ratio;
     value[SUM_ABS_LOG_RATIO] = found.abs_log_ratio;
     value[SUM_SQ_LOG_RATIO] = found.sq_log_ratio;
@@ -233,16 +247,24 @@ static INLINE int NAME(clean_block)(const struct tokens *of, int64_t first, cons
         sums->value[RESIDUAL_SUM + lag] += __builtin_convertvector(found.residual[lag], vd);
     sums->max_abs_log_ratio = NAME(larger)(found.max_abs, sums->max_abs_log_ratio);
     sums->max_inference = NAME(larger)(found.max_inference, sums->max_inference);
-    sums->num_clean += BLOCK;
+    sums->num_clean += n;
     return 1;
 }
 
-/* Tokens [first, first + n) of the segment [start, stop); n <= BLOCK. */
-static INLINE void NAME(stats_block)(const struct tokens *of, int64_t start, int64_t stop, int64_t first, int n,
-                                     const struct limits *at, struct NAME(sums) *sums) {
-    int inner = n == BLOCK && first - MAX_LAG >= start && first + BLOCK + MAX_LAG <= stop;
-    if (!(inner && NAME(clean_block)(of, first, at, sums)))
-        NAME(any_block)(of, start, stop, first, n, at, sums);
+/* Tokens from `first` on of the segment [start, stop), none from `last` on; how many. A clean block needs its
+ * partners, so the few tokens at either end of a segment, which lack some, are taken by themselves. */
+static INLINE int NAME(stats_block)(const struct tokens *of, int64_t start, int64_t stop, int64_t first, int64_t last,
+                                    const struct limits *at, struct NAME(sums) *sums) {
+    int n = last - first < BLOCK ? (int)(last - first) : BLOCK;
+    if (first - MAX_LAG < start) {
+        n = n < LANES ? n : LANES;
+    } else {
+        int64_t inner = stop - MAX_LAG - first;
+        int whole = (inner < n ? (int)inner : n) / LANES * LANES;
+        if (whole > 0 && NAME(clean_block)(of, first, whole, at, sums)) return whole;
+    }
+    NAME(any_block)(of, start, stop, first, n, at, sums);
+    return n;
 }
 
 /* One chunk [first, last) of the segment [start, stop) to one row of the table. */
@@ -251,8 +273,7 @@ static void NAME(stats_chunk)(const struct tokens *of, int64_t start, int64_t st
     struct NAME(sums) sums;
     memset(&sums, 0, sizeof sums);
     sums.max_inference = NAME(splat)(-INFINITY);
-    for (int64_t j = first; j < last; j += BLOCK)
-        NAME(stats_block)(of, start, stop, j, (int)(last - j < BLOCK ? last - j : BLOCK), at, &sums);
+    for (int64_t j = first; j < last;) j += NAME(stats_block)(of, start, stop, j, last, at, &sums);
     int64_t counts[NUM_COUNTS];
     for (int k = 0; k < NUM_COUNTS; k++) {
         counts[k] = NAME(count)(sums.count[k]);
