@@ -14,6 +14,7 @@ from rlbatch.batch import Batch
 from rlbatch.collate import Padding, collate, unpack
 from rlbatch.dialects import DIALECTS, as_dict, from_dict
 from rlbatch.errors import RecordError
+from rlbatch.packing import StepInfo
 from rlbatch.records import Sample, SamplingParams, VersionSpan, identical
 
 NAN = float("nan")
@@ -52,6 +53,7 @@ def test_verl_by_hand():
     routed = np.arange(5 * 2 * 1, dtype=np.uint8).reshape(5, 2, 1)
     made = replace(two_turns(), routed_experts=routed)
     other = sample([1], [8], [-1.5], trajectory_id="b", advantage=-1.0)
+    other = replace(other, routed_experts=np.array([[[7], [6]]], np.uint8))
     form = as_dict(collate([made, other], layout="packed"), "verl")
     experts = form.pop("routed_experts")
     assert {key: value.tolist() for key, value in form.items()} == {
@@ -65,14 +67,15 @@ def test_verl_by_hand():
         "advantages": [[2, 2, 0, 2], [-1, 0, 0, 0]],
         "temperature": [1, 1],
     }
-    # Row t is the pass over token t: five passes of six tokens, and none recorded for the second sample.
-    assert experts[:, :, 1, 0].tolist() == [[1, 3, 5, 7, 9, 0], [0] * 6]
+    # Row t is the pass over token t: five passes of six tokens, and one of two behind the prompt's padding.
+    assert experts[:, :, 1, 0].tolist() == [[1, 3, 5, 7, 9, 0], [0, 6, 0, 0, 0, 0]]
 
 
 def test_prime_rl_by_hand():
     made = replace(two_turns(), ref_logprobs=np.float32([NAN, NAN, -1, -2, NAN, -3]))
     hot = provenance(sampling=SamplingParams(temperature=0.5))
     other = sample([1], [8], [-1.5], trajectory_id="b", advantage=-1.0, provenance=hot)
+    other = replace(other, ref_logprobs=np.float32([NAN, -4]))
     assert as_dict(collate([made, other], layout="packed"), "prime_rl") == {
         "input_ids": [1, 5, 7, 2, 9, 4, 1, 8],
         "loss_mask": [False, False, True, True, False, True, False, True],
@@ -82,7 +85,7 @@ def test_prime_rl_by_hand():
         "env_names": ["rlbatch"] * 8,
         "advantages": [0, 0, 2, 2, 0, 2, 0, -1],
         "inference_logprobs": [0, 0, -0.25, -0.5, 0, -0.75, 0, -1.5],
-        "ref_logprobs": [0, 0, -1, -2, 0, -3, 0, 0],
+        "ref_logprobs": [0, 0, -1, -2, 0, -3, 0, -4],
         "temperatures": [1, 1, 1, 1, 1, 1, 1, 0.5],
     }
 
@@ -120,6 +123,138 @@ def test_losing_what_is_trained_is_an_error_unless_named(dialect, change, lost):
     with pytest.raises(RecordError, match=rf"{lost} of sample 't0:0' would be lost.*drop=\('{lost}',\)"):
         as_dict(batch, dialect)
     assert "advantages" in str(as_dict(batch, dialect, drop=[lost]))
+
+
+EXPERTS = np.ones((1, 2, 1), np.int32)
+REFS = np.float32([NAN, -2])
+
+
+@pytest.mark.parametrize(
+    ("dialect", "field", "value"),
+    [
+        ("trl", "ref_logprobs", REFS),
+        ("trl", "proximal_logprobs", REFS),
+        ("verl", "ref_logprobs", REFS),
+        ("verl", "proximal_logprobs", REFS),
+        ("verl", "routed_experts", EXPERTS),
+        ("prime_rl", "ref_logprobs", REFS),
+        ("prime_rl", "routed_experts", EXPERTS),
+    ],
+)
+def test_a_field_that_one_trained_sample_lacks_is_refused_and_not_filled(dialect, field, value):
+    having = replace(sample([1], [8], [-1.5], trajectory_id="a"), **{field: value})
+    lacking = sample([1], [9], [-1.5], trajectory_id="b")
+    batch = collate([having, lacking], layout="packed")
+    with pytest.raises(RecordError, match=rf"expected {field} of every .* 'a:0' and not in 'b:0' \(1 such\)"):
+        as_dict(batch, dialect)
+    dropped = as_dict(batch, dialect, drop=[field])
+    assert field not in back_and_forth(dropped, dialect, batch)
+    # A sample of which nothing is trained may lack it: no loss reads its filler.
+    untrained = replace(lacking, loss_mask=np.zeros(2, bool))
+    as_dict(collate([having, untrained], layout="packed"), dialect)
+
+
+def back_and_forth(form, dialect: str, batch: Batch) -> set[str]:
+    """Optional fields that the form itself carries: found in a batch that had none before."""
+    bare = [
+        replace(made, ref_logprobs=None, proximal_logprobs=None, routed_experts=None)
+        for made in unpack(batch)
+    ]
+    back = from_dict(form, dialect, like=collate(bare, layout="packed"))
+    names = ("ref_logprobs", "proximal_logprobs", "routed_experts")
+    return {name for name in names if getattr(back, name) is not None}
+
+
+@pytest.mark.parametrize("drop", [["advantage"], ["loss_mask"], ["token_ids"], "temperature"])
+def test_a_name_to_drop_that_is_no_field_is_refused(drop):
+    with pytest.raises(RecordError, match=r"as_dict\('trl'\): drop: expected one of inference_logprobs"):
+        as_dict(small(), "trl", drop=drop)
+
+
+def in_a_step(batch: Batch, num_loss_tokens: int) -> Batch:
+    step = StepInfo(
+        epoch=0,
+        step=3,
+        index=0,
+        num_batches=2,
+        num_samples=4,
+        num_trajectories=4,
+        num_tokens=20,
+        num_loss_tokens=num_loss_tokens,
+    )
+    return replace(batch, step=step)
+
+
+def test_trl_divides_by_the_tokens_of_the_whole_step():
+    # 3 + 1 trained tokens here, and 7 more in the step's other micro-batch.
+    assert as_dict(in_a_step(small(), 11), "trl")["num_items_in_batch"].tolist() == 11
+    assert as_dict(small(), "trl")["num_items_in_batch"].tolist() == 4
+
+
+@pytest.mark.parametrize("dialect", NAMES)
+def test_what_comes_back_is_in_its_step_with_its_padding(dialect):
+    padding = Padding(side="left", token_id=77, row_multiple=8)
+    like = in_a_step(collate([two_turns(), sample([1], [8], [-1.5])], layout="padded", padding=padding), 11)
+    back = from_dict(as_dict(like, dialect), dialect, like=like, padding=padding)
+    assert back.step == like.step
+    assert back.input_ids.tolist() == [[77, 77, 1, 5, 7, 2, 9, 4], [77] * 6 + [1, 8]]
+
+
+@pytest.mark.parametrize("dialect", ["verl", "prime_rl"])
+def test_an_audit_gets_the_values_of_the_dict(dialect):
+    raw = provenance(logprobs_mode="raw", sampling=SamplingParams(temperature=0.5))
+    like = collate([sample([1, 5], [7, 2], [-1, -2], provenance=raw)], layout="padded", purpose="audit")
+    form = as_dict(like, dialect, drop=["raw_inference_logprobs"])
+    if dialect == "verl":
+        form["rollout_log_probs"] = form["rollout_log_probs"] - 5
+    else:
+        form["inference_logprobs"] = [0, 0, -6, -7]
+    back = from_dict(form, dialect, like=like)
+    expected = torch.tensor([[NAN, -6, -7, NAN]])
+    torch.testing.assert_close(back.inference_logprobs, expected, equal_nan=True)
+    assert back.purpose == "audit"
+
+
+@pytest.mark.parametrize(
+    ("dialect", "change", "message"),
+    [
+        ("trl", {"sampling_per_token_logps": torch.zeros(2, 3)}, r"_logps of shape \[2, 4\], found \[2, 3\]"),
+        ("trl", {"advantages": torch.tensor(1.0)}, r"advantages of shape \[2\], found \[\]"),
+        ("trl", {"prompt_mask": torch.ones(2, 1)}, r"prompt_mask of shape \[2, 2\], found \[2, 1\]"),
+        ("trl", {"completion_ids": torch.ones(4)}, r"completion_ids of shape \[2, any\], found \[4\]"),
+        ("trl", {"completion_ids": [[1], [2]]}, r"completion_ids of shape \[2, any\], found list"),
+        ("verl", {"advantages": torch.zeros(2)}, r"advantages of shape \[2, 4\], found \[2\]"),
+        ("verl", {"rollout_log_probs": [0.0]}, "rollout_log_probs as a tensor, found list"),
+        ("verl", {"attention_mask": torch.ones(2, 5)}, r"attention_mask of shape \[2, 6\], found \[2, 5\]"),
+        ("verl", {"temperature": torch.tensor(1.0)}, r"temperature of shape \[2\], found \[\]"),
+        ("prime_rl", {"advantages": [1.0]}, r"advantages of 8 numbers, found shape \[1\]"),
+        ("prime_rl", {"advantages": 1.0}, r"advantages of 8 numbers, found shape \[\]"),
+        ("prime_rl", {"advantages": [[1.0], 2.0]}, "advantages of 8 numbers, found what is none"),
+    ],
+)
+def test_shapes_that_are_not_those_of_the_form_are_refused(dialect, change, message):
+    with pytest.raises(RecordError, match=message):
+        from_dict(as_dict(small(), dialect) | change, dialect, like=small())
+
+
+def test_a_datum_of_another_length_is_refused():
+    form = as_dict(small(), "tinker")
+    form["data"][0]["loss_fn_inputs"]["logprobs"] = torch.zeros(4)
+    with pytest.raises(RecordError, match=r"logprobs of shape \[5\], found \[4\]"):
+        from_dict(form, "tinker", like=small())
+
+
+def test_routed_experts_of_another_shape_are_refused():
+    made = replace(sample([1], [8], [-1.5]), routed_experts=EXPERTS)
+    batch = collate([made], layout="packed")
+    form = as_dict(batch, "prime_rl")
+    form["routed_experts"] |= {"shape": [2, 1, 2]}
+    with pytest.raises(RecordError, match=r"routed_experts of shape \[2, 2, 1\], found \[2, 1, 2\] and 4"):
+        from_dict(form, "prime_rl", like=batch)
+    form = as_dict(batch, "verl")
+    form["routed_experts"] = form["routed_experts"][:, :1]
+    with pytest.raises(RecordError, match=r"routed_experts of shape \[1, 2, 2, 1\], found \[1, 1, 2, 1\]"):
+        from_dict(form, "verl", like=batch)
 
 
 def test_what_no_trained_token_says_may_go():

@@ -4,9 +4,12 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from builders import sample
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlbatch.collate import Padding, collate
+from rlbatch.collate.place import Place
 from rlbatch.errors import RecordError
 from rlbatch.packing import Cost, Room, balance, imbalance, plan_batches, plan_ranks, too_long
 
@@ -55,6 +58,27 @@ def test_padding_counts_against_the_budget():
     assert plan_batches([5, 3, 1], padded) == [[0, 1], [2]]
 
 
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+def test_a_row_is_a_multiple_of_both(layout):
+    # 4 tokens make a sequence of 4, and the row of 4s and of 6s that holds it has 12.
+    room = Room(layout=layout, max_tokens=20, sequence_multiple=4, row_multiple=6)
+    assert room.tokens([4]) == 12
+    padding = Padding(sequence_multiple=4, row_multiple=6)
+    assert collate([sample([1, 5], [7, 2], [-1, -2])], layout=layout, padding=padding).shape == (1, 12)
+    # A second row, or a pack of 24, is above 20; a pack of 12 holds three sequences.
+    assert (
+        plan_batches([4, 4, 4, 4], room)
+        == {
+            "packed": [[0, 1, 2], [3]],
+            "padded": [[0], [1], [2], [3]],
+        }[layout]
+    )
+    # 18 is a multiple of 6 below 20, and 16 one of 4: neither row can be made.
+    assert too_long([12, 13, 16, 18], room) == [1, 2, 3]
+    with pytest.raises(RecordError, match="sample 0 of"):
+        plan_batches([13], room)
+
+
 def test_a_sample_above_the_budget_is_an_error_that_names_it():
     assert too_long([3, 9, 10], PACKED_8) == [1, 2]
     # 8 tokens fit, and 7 padded to a multiple of 5 do not.
@@ -78,24 +102,17 @@ def test_an_unknown_layout_is_refused():
 rooms = st.builds(
     Room,
     layout=st.sampled_from(["padded", "packed"]),
-    max_tokens=st.integers(40, 90),
+    # From the least common multiple of 7 and 8, which is the longest row that 24 tokens can become.
+    max_tokens=st.integers(56, 120),
     sequence_multiple=st.integers(1, 8),
     row_multiple=st.integers(1, 8),
 )
 
 
-def rounded(value, multiple):
-    while value % multiple:
-        value += 1
-    return value
-
-
 def used(lengths, room):
-    """Tokens of a batch, counted here one by one."""
-    sizes = [rounded(length, room.sequence_multiple) for length in lengths]
-    if room.layout == "packed":
-        return rounded(sum(sizes), room.row_multiple)
-    return len(sizes) * rounded(max(sizes), room.row_multiple)
+    """Tokens of the batch that `collate` makes of these lengths."""
+    padding = Padding(sequence_multiple=room.sequence_multiple, row_multiple=room.row_multiple)
+    return Place.of(lengths, room.layout, padding).num_positions
 
 
 @given(st.lists(st.integers(1, 24), max_size=60), rooms, st.booleans())
@@ -131,6 +148,50 @@ def test_ranks_partition_the_samples_into_as_many_batches_each(groups, room, num
             assert all(set(unit) <= set(batch) or not set(unit) & set(batch) for unit in units)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"units": [[0]]}, r"every sample in one unit, found sample 1 in 0 \(2 such\)"),
+        ({"units": [[0], [1, 2], [0]]}, "found sample 0 in 2"),
+        ({"units": [[0], [], [1, 2]]}, "units: expected samples in each, found none in unit 1"),
+        ({"units": [[0, 1], [2, -3]]}, "indices of 3 samples, found -3"),
+        ({"units": [[0, 1], [2, 3]]}, "indices of 3 samples, found 3"),
+        ({"kinds": ["raw", "raw"]}, "kinds: expected one for each of 3 samples, found 2"),
+        ({"lengths": [3, 0, 2]}, "lengths: expected at least 1, found 0 for sample 1"),
+        ({"lengths": [3, 1.5, 2]}, "lengths: expected integers"),
+    ],
+)
+def test_a_plan_of_what_says_two_things_is_refused(change, message):
+    given = {"lengths": [3, 4, 2], "units": None, "kinds": None} | change
+    for room in (PACKED_8, PADDED_8):
+        with pytest.raises(RecordError, match=message):
+            plan_batches(given["lengths"], room, kinds=given["kinds"], units=given["units"])
+        with pytest.raises(RecordError, match=message):
+            plan_ranks(
+                given["lengths"],
+                room,
+                num_ranks=2,
+                cost=Cost(),
+                kinds=given["kinds"],
+                units=given["units"],
+            )
+
+
+@pytest.mark.parametrize("bad", [24.5, True, "24"])
+def test_a_bound_that_is_no_integer_is_refused(bad):
+    for name in ("max_tokens", "sequence_multiple", "row_multiple"):
+        with pytest.raises(RecordError, match=f"{name}: expected int, found {bad!r}"):
+            Room(**{"layout": "packed", "max_tokens": 24} | {name: bad})
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_cost_that_is_not_finite_is_refused(bad):
+    with pytest.raises(RecordError, match="expected finite factors"):
+        Cost(linear=bad)
+    with pytest.raises(RecordError, match="expected finite factors"):
+        Cost(quadratic=bad)
+
+
 def test_shares_are_worked_by_hand():
     assert balance([5, 4, 3, 3], 2) == [[0, 3], [1, 2]]
     assert balance([], 3) == [[], [], []]
@@ -155,7 +216,7 @@ def test_long_sequences_weigh_more_where_attention_counts():
     assert Cost(linear=1, quadratic=2).of([3]).tolist() == [21]
     shares = balance(Cost(linear=0, quadratic=1).of([8, 4, 4, 4, 4]), 2)
     assert shares == [[0], [1, 2, 3, 4]]
-    with pytest.raises(RecordError, match="expected factors >= 0"):
+    with pytest.raises(RecordError, match="expected finite factors >= 0"):
         Cost(linear=-1)
     with pytest.raises(RecordError, match="one of them above"):
         Cost(linear=0)

@@ -4,7 +4,6 @@ Knows lengths only. A column of the batch is the concatenation of its pieces in 
 each sequence padding before it, its values, padding after it; in the end the pieces of padding behind all.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -15,6 +14,7 @@ from numpy.typing import NDArray
 
 from rlbatch.batch import LAYOUTS, Layout
 from rlbatch.errors import RecordError
+from rlbatch.packing import rounded, row_tokens
 from rlbatch.records.structure import check_choice, check_scalar
 
 PaddingSide: TypeAlias = Literal["left", "right"]
@@ -48,13 +48,12 @@ class Padding:
         Example:
             lengths [3, 6], sequence_multiple 4, row_multiple 16: packed 4 + 8 -> 16; padded 8 -> 16
         """
-        padded = [_rounded(length, self.sequence_multiple) for length in lengths]
-        width = sum(padded) if layout == "packed" else max(padded)
-        return _rounded(width, math.lcm(self.row_multiple, self.sequence_multiple))
-
-
-def _rounded(length: int, multiple: int) -> int:
-    return -(-length // multiple) * multiple
+        return row_tokens(
+            lengths,
+            layout,
+            sequence_multiple=self.sequence_multiple,
+            row_multiple=self.row_multiple,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +99,7 @@ class Place:
     @classmethod
     def _packed(cls, lengths: list[int], width: int, padding: Padding) -> "Place":
         none = [0] * len(lengths)
-        padded = [_rounded(length, padding.sequence_multiple) for length in lengths]
+        padded = [rounded(length, padding.sequence_multiple) for length in lengths]
         ends = list(accumulate(padded))
         return cls(
             layout="packed",

@@ -4,10 +4,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch.utils import _pytree as pytree
 
 from rlbatch.batch import Batch
-from rlbatch.collate import collate, unpack
+from rlbatch.collate import DEFAULT_PADDING, Padding, collate, unpack
 from rlbatch.dialects.dialect import Dialect
 from rlbatch.dialects.prime_rl import PRIME_RL
 from rlbatch.dialects.tinker import TINKER
@@ -30,7 +31,9 @@ def as_dict(batch: Batch, dialect: str, *, drop: Collection[str] = ()) -> dict[s
 
     Raises:
         RecordError: no such dialect; a field that says something at trained tokens would be lost and `drop`
-            does not name it; several values a row where there is room for one; a trained value not finite.
+            does not name it; a field is there for some samples and not for one with trained tokens;
+            several values a row where there is room for one; a trained value not finite; a name in
+            `drop` that is no field.
 
     Example:
         as_dict(batch, "trl", drop=["temperature", "policy_version"])["completion_ids"]
@@ -40,14 +43,17 @@ def as_dict(batch: Batch, dialect: str, *, drop: Collection[str] = ()) -> dict[s
     samples = unpack(batch)
     form.require_carried(samples, dropped)
     made = form.encode(samples, dropped)
+    if form.count_key is not None:
+        count = batch.num_loss_tokens if batch.step is None else batch.step.num_loss_tokens
+        made[form.count_key] = torch.tensor(count)
     device = batch.input_ids.device
-    moved: dict[str, Any] = pytree.tree_map_only(
-        type(batch.input_ids), lambda tensor: tensor.to(device), made
-    )
+    moved: dict[str, Any] = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), made)
     return moved
 
 
-def from_dict(form: Mapping[str, Any], dialect: str, *, like: Batch) -> Batch:
+def from_dict(
+    form: Mapping[str, Any], dialect: str, *, like: Batch, padding: Padding = DEFAULT_PADDING
+) -> Batch:
     """A trainer's dict as a batch again: what it carries from there, everything else as in `like`.
 
     Logprobs, advantages and temperatures are taken at trained tokens; elsewhere the dict holds fillers.
@@ -55,11 +61,11 @@ def from_dict(form: Mapping[str, Any], dialect: str, *, like: Batch) -> Batch:
     Args:
         form: what `as_dict` made, perhaps with values that the trainer changed or added.
         dialect: whose it is.
-        like: the batch that `as_dict` was given; the result has its layout, padded as `collate` does by
-            default.
+        like: the batch that `as_dict` was given; the result has its layout, purpose, step and device.
+        padding: as `like` was collated with, which a batch does not say.
 
     Raises:
-        RecordError: no such dialect; a key is missing; rows or lengths are not those of `like`.
+        RecordError: no such dialect; a key is missing; rows, lengths or shapes are not those of `like`.
 
     Example:
         from_dict(as_dict(batch, "verl"), "verl", like=batch) says what `batch` says
@@ -71,7 +77,9 @@ def from_dict(form: Mapping[str, Any], dialect: str, *, like: Batch) -> Batch:
         raise RecordError(f"from_dict({dialect!r}): expected a key {error}, found {sorted(form)}") from error
     changed = [replace(sample, **change) for sample, change in zip(samples, changes, strict=True)]
     origins = [Origin(path=ref.path, index=ref.index) for ref in like.refs]
-    return collate(changed, layout=like.layout, purpose=like.purpose, origins=origins)
+    # Without its purpose: under `audit` raw values would be put over those of the dict once more.
+    made = collate(changed, layout=like.layout, origins=origins, padding=padding)
+    return replace(made, purpose=like.purpose, step=like.step).to(like.input_ids.device)
 
 
 def _named(dialect: str) -> Dialect:

@@ -12,11 +12,18 @@ from numpy.typing import NDArray
 
 from rlbatch.errors import RecordError
 from rlbatch.records import TOKEN_FIELDS, Sample
+from rlbatch.records.structure import check_choice
 
 LOGPROB_FIELDS = tuple(spec.name for spec in TOKEN_FIELDS if spec.name.endswith("_logprobs"))
 
 _ALWAYS_CARRIED = ("token_ids", "loss_mask", "turn")
 """`turn` is no trainer's; from_dict takes it from the batch that was sent."""
+
+_DROPPABLE = (
+    *(spec.name for spec in TOKEN_FIELDS if spec.name not in _ALWAYS_CARRIED),
+    "routed_experts",
+    "media",
+)
 
 _NEUTRAL = {"temperature": 1.0, "policy_version": -1.0}
 """What a field says where it says nothing; a logprob says nothing where it is NaN."""
@@ -31,6 +38,8 @@ class Dialect:
     """Fields at trained tokens, besides ids and mask, which every form has."""
     one_value_a_row: tuple[str, ...] = ()
     """Fields for which the form has one number a row."""
+    count_key: str | None = None
+    """Where the form says how many tokens the optimiser step trains, if it does."""
     encode: Callable[[Sequence[Sample], frozenset[str]], dict[str, Any]]
     """Samples and the fields to leave out -> the form; values at untrained tokens are its own filler."""
     decode: Callable[[Mapping[str, Any], Sequence[Sample]], list[dict[str, Any]]]
@@ -40,9 +49,16 @@ class Dialect:
         """Refuse what the form would lose or turn into nonsense.
 
         Raises:
-            RecordError: a field that is neither carried nor dropped says something at trained tokens; several
-                values in a row where the form has room for one; a trained value that is not finite.
+            RecordError: a field that is neither carried nor dropped says something at trained tokens; one
+                that is carried is there for some samples, and not for one that has trained tokens; several
+                values in a row where the form has room for one; a trained value that is not finite; a name in
+                `drop` that is no field's.
         """
+        for name in sorted(drop):
+            check_choice(f"as_dict({self.name!r}): drop", name, _DROPPABLE)
+        for name in self.carries:
+            if name not in drop:
+                self._require_everywhere(samples, name)
         for sample in samples:
             for name in _said(sample):
                 if name not in self.carries and name not in drop:
@@ -52,6 +68,17 @@ class Dialect:
                         f"If the trainer gets it another way, say drop=({name!r},)"
                     )
             self._require_values(sample, drop)
+
+    def _require_everywhere(self, samples: Sequence[Sample], name: str) -> None:
+        # The form has no word for "absent": its filler at a trained token would be taken for a value.
+        having = [sample for sample in samples if getattr(sample, name) is not None]
+        lacking = [sample for sample in samples if getattr(sample, name) is None and sample.loss_mask.any()]
+        if having and lacking:
+            raise RecordError(
+                f"as_dict({self.name!r}): expected {name} of every sample with trained tokens, found it in "
+                f"sample {having[0].sample_id!r} and not in {lacking[0].sample_id!r} ({len(lacking)} such). "
+                f"If the trainer does without, say drop=({name!r},)"
+            )
 
     def _require_values(self, sample: Sample, drop: frozenset[str]) -> None:
         trained = sample.loss_mask

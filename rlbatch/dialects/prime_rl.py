@@ -9,6 +9,7 @@
 prime-rl names an environment for each token, for its metrics; here all are `rlbatch`.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -70,22 +71,46 @@ def _decode(form: Mapping[str, Any], samples: Sequence[Sample]) -> list[dict[str
         keys["temperature"] = "temperatures"
     changed = rows.changes(
         samples,
-        _parts(np.array(form["input_ids"], np.int64), lengths),
-        _parts(np.array(form["loss_mask"], np.bool_), lengths),
-        {name: _parts(np.array(form[key], np.float32), lengths) for name, key in keys.items()},
+        _parts(form, "input_ids", np.int64, lengths),
+        _parts(form, "loss_mask", np.bool_, lengths),
+        {name: _parts(form, key, np.float32, lengths) for name, key in keys.items()},
     )
     if "routed_experts" in form:
-        spec = form["routed_experts"]
-        experts = np.frombuffer(spec["data"], spec["dtype"]).reshape(spec["shape"])
-        for change, sample, part in zip(changed, samples, _parts(experts, lengths), strict=True):
+        experts = _experts(form["routed_experts"], samples)
+        for change, sample, part in zip(changed, samples, _split(experts, lengths), strict=True):
             if sample.routed_experts is not None:
                 change["routed_experts"] = part[:-1].astype(np.int32)
     return changed
 
 
-def _parts(joined: NDArray[Any], lengths: Sequence[int]) -> list[NDArray[Any]]:
-    if len(joined) != sum(lengths):
-        raise RecordError(f"from_dict: expected {sum(lengths)} entries, found {len(joined)}")
+def _parts(
+    form: Mapping[str, Any], key: str, dtype: type[np.generic], lengths: Sequence[int]
+) -> list[NDArray[Any]]:
+    """[T] a sample, of a list that is as long as all together."""
+    expected = f"from_dict: expected {key} of {sum(lengths)} numbers"
+    try:
+        joined = np.array(form[key], dtype)
+    except (TypeError, ValueError) as error:
+        raise RecordError(f"{expected}, found what is none ({error})") from error
+    if joined.shape != (sum(lengths),):
+        raise RecordError(f"{expected}, found shape {list(joined.shape)}")
+    return _split(joined, lengths)
+
+
+def _experts(spec: Mapping[str, Any], samples: Sequence[Sample]) -> NDArray[Any]:
+    """[T, L, K] of all samples."""
+    entry = next((s.routed_experts.shape[1:] for s in samples if s.routed_experts is not None), ())
+    shape = (sum(map(len, samples)), *entry)
+    flat = np.frombuffer(spec["data"], spec["dtype"])
+    if tuple(spec["shape"]) != shape or flat.size != math.prod(shape):
+        raise RecordError(
+            f"from_dict: expected routed_experts of shape {list(shape)}, "
+            f"found {list(spec['shape'])} and {flat.size} entries"
+        )
+    return flat.reshape(shape)
+
+
+def _split(joined: NDArray[Any], lengths: Sequence[int]) -> list[NDArray[Any]]:
     return np.split(joined, np.cumsum(lengths)[:-1])
 
 

@@ -48,7 +48,7 @@ def masks(samples: Sequence[Sample]) -> list[NDArray[np.int64]]:
 
 
 def trained_values(samples: Sequence[Sample], name: str) -> list[NDArray[np.float32]]:
-    """[T] a field a sample where trained, the filler elsewhere and for samples without."""
+    """[T] a field a sample where trained, the filler elsewhere; who has none has no trained token."""
     return [
         np.full(len(sample), FILLER, np.float32)
         if getattr(sample, name) is None
@@ -71,16 +71,41 @@ def one_a_row(samples: Sequence[Sample], name: str, unsaid: float) -> Tensor:
     return torch.tensor(values, dtype=torch.float32)
 
 
+def shaped(form: Mapping[str, Any], key: str, shape: tuple[int, ...]) -> Tensor:
+    """A tensor of the form.
+
+    Raises:
+        RecordError: it is none, or of another shape.
+    """
+    value = form[key]
+    if not isinstance(value, Tensor):
+        raise RecordError(f"from_dict: expected {key} as a tensor, found {type(value).__name__}")
+    if tuple(value.shape) != shape:
+        raise RecordError(f"from_dict: expected {key} of shape {list(shape)}, found {list(value.shape)}")
+    return value
+
+
+def width(form: Mapping[str, Any], key: str, num_rows: int) -> int:
+    """W of a tensor [B, W] of the form.
+
+    Raises:
+        RecordError: it is none, or not of that many rows.
+    """
+    value = form[key]
+    if not isinstance(value, Tensor) or value.ndim != 2 or len(value) != num_rows:
+        found = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise RecordError(f"from_dict: expected {key} of shape [{num_rows}, any], found {found}")
+    return int(value.shape[1])
+
+
 def own_tokens(
     left: Tensor, right: Tensor, left_mask: Tensor, right_mask: Tensor, samples: Sequence[Sample]
 ) -> list[NDArray[Any]]:
     """[T] a sample, from its prompt and its completion.
 
     Raises:
-        RecordError: rows or lengths are not those of the samples.
+        RecordError: lengths are not those of the samples.
     """
-    if len(left) != len(samples):
-        raise RecordError(f"from_dict: expected {len(samples)} rows, found {len(left)}")
     columns = []
     for row, sample in enumerate(samples):
         parts = [left[row][left_mask[row] != 0], right[row][right_mask[row] != 0]]

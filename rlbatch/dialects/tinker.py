@@ -52,16 +52,14 @@ def _decode(form: Mapping[str, Any], samples: Sequence[Sample]) -> list[dict[str
 
 def _changed(datum: Mapping[str, Any], sample: Sample) -> dict[str, Any]:
     inputs = datum["loss_fn_inputs"]
-    targets = inputs["target_tokens"].cpu().numpy()
-    if len(targets) != len(sample) - 1:
-        raise RecordError(
-            f"from_dict: expected {len(sample) - 1} target_tokens of sample {sample.sample_id!r}, "
-            f"found {len(targets)}"
-        )
+    shape = (len(sample) - 1,)
+    targets = rows.shaped(inputs, "target_tokens", shape).cpu().numpy()
     first = sample.token_ids[:1] if len(sample) == 1 else np.array(datum["model_input"][:1], np.int64)
-    fields = {name: [_with_first(inputs[key])] for name, key in _INPUTS.items() if key in inputs}
+    fields = {
+        name: [_with_first(rows.shaped(inputs, key, shape))] for name, key in _INPUTS.items() if key in inputs
+    }
     ids = np.concatenate([first, targets])
-    (changed,) = rows.changes([sample], [ids], [_with_first(inputs["mask"])], fields)
+    (changed,) = rows.changes([sample], [ids], [_with_first(rows.shaped(inputs, "mask", shape))], fields)
     return changed
 
 

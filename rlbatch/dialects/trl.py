@@ -3,7 +3,7 @@
     prompt_ids, prompt_mask [B, P]      padded left
     completion_ids, completion_mask, sampling_per_token_logps, [old_, ref_]per_token_logps [B, C]
     tool_mask [B, C]                    only where some completion token is not trained
-    advantages [B], num_items_in_batch []
+    advantages [B], num_items_in_batch []: trained tokens of the whole step, over all ranks
 
 The temperature is an argument of the trainer (GRPOConfig.temperature), so it is not carried.
 """
@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from rlbatch.dialects import rows
 from rlbatch.dialects.dialect import Dialect
@@ -32,7 +31,6 @@ def _encode(samples: Sequence[Sample], drop: frozenset[str]) -> dict[str, Any]:
         "prompt_mask": rows.prompts(ones, samples),
         "completion_ids": rows.completions(ids, samples),
         "completion_mask": rows.completions(ones, samples),
-        "num_items_in_batch": torch.tensor(sum(int(mask.sum()) for mask in trained)),
     }
     tool_mask = rows.completions(trained, samples)
     if not torch.equal(tool_mask, form["completion_mask"]):
@@ -46,12 +44,20 @@ def _encode(samples: Sequence[Sample], drop: frozenset[str]) -> dict[str, Any]:
 
 
 def _decode(form: Mapping[str, Any], samples: Sequence[Sample]) -> list[dict[str, Any]]:
-    mask: Tensor = form["completion_mask"]
-    ids = rows.own_tokens(form["prompt_ids"], form["completion_ids"], form["prompt_mask"], mask, samples)
-    trained = rows.widened(form.get("tool_mask", mask), mask, samples)
-    fields = {name: rows.widened(form[key], mask, samples) for name, key in _LOGPROBS.items() if key in form}
+    left = (len(samples), rows.width(form, "prompt_ids", len(samples)))
+    right = (len(samples), rows.width(form, "completion_ids", len(samples)))
+    mask = rows.shaped(form, "completion_mask", right)
+    prompt_mask = rows.shaped(form, "prompt_mask", left)
+    ids = rows.own_tokens(form["prompt_ids"], form["completion_ids"], prompt_mask, mask, samples)
+    tool_mask = rows.shaped(form, "tool_mask", right) if "tool_mask" in form else mask
+    trained = rows.widened(tool_mask, mask, samples)
+    fields = {
+        name: rows.widened(rows.shaped(form, key, right), mask, samples)
+        for name, key in _LOGPROBS.items()
+        if key in form
+    }
     if "advantages" in form:
-        spread = form["advantages"][:, None].expand(mask.shape)
+        spread = rows.shaped(form, "advantages", (len(samples),))[:, None].expand(right)
         fields["advantages"] = rows.widened(spread, mask, samples)
     return rows.changes(samples, ids, trained, fields)
 
@@ -60,6 +66,7 @@ TRL = Dialect(
     name="trl",
     carries=("advantages", *_LOGPROBS),
     one_value_a_row=("advantages",),
+    count_key="num_items_in_batch",
     encode=_encode,
     decode=_decode,
 )

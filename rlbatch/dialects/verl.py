@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from rlbatch.dialects import rows
 from rlbatch.dialects.dialect import Dialect
@@ -53,7 +52,7 @@ def _encode(samples: Sequence[Sample], drop: frozenset[str]) -> dict[str, Any]:
 
 
 def experts_of(samples: Sequence[Sample]) -> list[NDArray[np.int32]]:
-    """[T, L, K] a sample: the last row, and samples without, are zeros."""
+    """[T, L, K] a sample: the last row is of zeros, and all of a sample without, which trains nothing."""
     entry = next(sample.routed_experts for sample in samples if sample.routed_experts is not None).shape[1:]
     columns = []
     for sample in samples:
@@ -65,19 +64,24 @@ def experts_of(samples: Sequence[Sample]) -> list[NDArray[np.int32]]:
 
 
 def _decode(form: Mapping[str, Any], samples: Sequence[Sample]) -> list[dict[str, Any]]:
-    width = form["prompts"].shape[1]
-    left, right = form["attention_mask"][:, :width], form["attention_mask"][:, width:]
+    num_rows, width = len(samples), rows.width(form, "prompts", len(samples))
+    shape = (num_rows, rows.width(form, "responses", num_rows))
+    attention_mask = rows.shaped(form, "attention_mask", (num_rows, width + shape[1]))
+    left, right = attention_mask[:, :width], attention_mask[:, width:]
     ids = rows.own_tokens(form["prompts"], form["responses"], left, right, samples)
-    trained = rows.widened(form["response_mask"], right, samples)
+    trained = rows.widened(rows.shaped(form, "response_mask", shape), right, samples)
     fields = {
-        name: rows.widened(form[key], right, samples) for name, key in _PER_TOKEN.items() if key in form
+        name: rows.widened(rows.shaped(form, key, shape), right, samples)
+        for name, key in _PER_TOKEN.items()
+        if key in form
     }
     if "temperature" in form:
-        spread: Tensor = form["temperature"][:, None].expand(right.shape)
+        spread = rows.shaped(form, "temperature", (num_rows,))[:, None].expand(shape)
         fields["temperature"] = rows.widened(spread, right, samples)
     changed = rows.changes(samples, ids, trained, fields)
     if "routed_experts" in form:
-        experts = form["routed_experts"]
+        entry = next((s.routed_experts.shape[1:] for s in samples if s.routed_experts is not None), ())
+        experts = rows.shaped(form, "routed_experts", (*attention_mask.shape, *entry))
         own = rows.own_tokens(experts[:, :width], experts[:, width:], left, right, samples)
         for change, sample, column in zip(changed, samples, own, strict=True):
             if sample.routed_experts is not None:

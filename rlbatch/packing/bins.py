@@ -9,18 +9,15 @@ from bisect import bisect_right
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal, TypeAlias, TypeVar
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlbatch.errors import RecordError
-from rlbatch.records.structure import check_choice
-
-Unit: TypeAlias = Sequence[int]
-"""Indices of samples that stay together."""
-
-_Count = TypeVar("_Count", int, NDArray[np.int64])
+from rlbatch.packing.contract import Unit, check_partition, checked_lengths
+from rlbatch.packing.rows import rounded, row_tokens, row_unit
+from rlbatch.records.structure import check_choice, check_scalar
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +25,7 @@ class Room:
     """What one batch holds, padding included.
 
     Raises:
-        RecordError: a bound below 1, or an unknown layout.
+        RecordError: a bound that is no integer or below 1, or an unknown layout.
     """
 
     layout: Literal["padded", "packed"]
@@ -37,11 +34,12 @@ class Room:
     sequence_multiple: int = 1
     """Each sequence is padded to a multiple of this: 2 * cp for zigzag context parallelism over cp ranks."""
     row_multiple: int = 1
-    """Each row of the batch is padded to a multiple of this."""
+    """Each row of the batch is padded to a multiple of this, and of `sequence_multiple`."""
 
     def __post_init__(self) -> None:
         check_choice("layout", self.layout, ("padded", "packed"))
         for name in ("max_tokens", "sequence_multiple", "row_multiple"):
+            check_scalar(name, getattr(self, name), int)
             if getattr(self, name) < 1:
                 raise RecordError(f"{name}: expected at least 1, found {getattr(self, name)}")
 
@@ -51,17 +49,29 @@ class Room:
         Example:
             lengths [3, 5] with sequence_multiple 4: packed 4 + 8 = 12, padded 2 * 8 = 16
         """
-        sizes = [_round_up(length, self.sequence_multiple) for length in lengths]
-        if self.layout == "packed":
-            return _round_up(sum(sizes), self.row_multiple)
-        return len(sizes) * _round_up(max(sizes, default=0), self.row_multiple)
+        sequences = list(lengths)
+        row = row_tokens(
+            sequences,
+            self.layout,
+            sequence_multiple=self.sequence_multiple,
+            row_multiple=self.row_multiple,
+        )
+        return row if self.layout == "packed" else len(sequences) * row
+
+    @property
+    def row_unit(self) -> int:
+        """What every row is a multiple of."""
+        return row_unit(self.sequence_multiple, self.row_multiple)
+
+    @property
+    def longest_row(self) -> int:
+        """The most tokens that one row may have."""
+        return self.max_tokens // self.row_unit * self.row_unit
 
 
 def too_long(lengths: Sequence[int], room: Room) -> list[int]:
     """Indices of the samples that no batch can hold."""
-    longest = room.max_tokens // room.row_multiple * room.row_multiple
-    longest = longest // room.sequence_multiple * room.sequence_multiple
-    return np.flatnonzero(np.asarray(lengths, np.int64) > longest).tolist()
+    return np.flatnonzero(np.asarray(lengths, np.int64) > room.longest_row).tolist()
 
 
 def plan_batches(
@@ -83,22 +93,21 @@ def plan_batches(
         Batches in the order of their first samples, each in ascending order.
 
     Raises:
-        RecordError: a unit is larger than the budget, or of more than one kind.
+        RecordError: a unit is larger than the budget, or of more than one kind; a length below 1; kinds that
+            are not one a sample; units that are not a partition.
 
     Example:
         lengths [3, 4, 2], max_tokens 8: packed [[0, 1], [2]], padded [[0, 1], [2]]
     """
-    sizes = _sizes(lengths, room, units)
+    counts = checked_lengths(lengths)
+    check_partition(len(counts), kinds, units)
+    sizes = _sizes(counts, room, units)
     _require_fit(sizes, room, units)
     fill = _best_fit if room.layout == "packed" else _like_widths
     batches = [batch for same in _by_kind(len(sizes), kinds, units) for batch in fill(sizes, same, room)]
     if units is None:
         return sorted(sorted(batch) for batch in batches)
     return sorted(sorted(index for unit in batch for index in units[unit]) for batch in batches)
-
-
-def _round_up(length: _Count, multiple: int) -> _Count:
-    return -(-length // multiple) * multiple
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +125,8 @@ class _Sizes:
         return self.widths if room.layout == "packed" else self.widths * self.num_rows
 
 
-def _sizes(lengths: Sequence[int], room: Room, units: Sequence[Unit] | None) -> _Sizes:
-    widths = _round_up(np.asarray(lengths, np.int64), room.sequence_multiple)
+def _sizes(lengths: NDArray[np.int64], room: Room, units: Sequence[Unit] | None) -> _Sizes:
+    widths = rounded(lengths, room.sequence_multiple)
     num_rows = np.ones(len(widths), np.int64)
     if units is not None:
         num_rows = np.array([len(unit) for unit in units], np.int64)
@@ -126,7 +135,7 @@ def _sizes(lengths: Sequence[int], room: Room, units: Sequence[Unit] | None) -> 
         reduce = np.add if room.layout == "packed" else np.maximum
         widths = reduce.reduceat(flat, firsts) if len(units) else flat
     if room.layout == "padded":
-        widths = _round_up(widths, room.row_multiple)
+        widths = rounded(widths, room.row_unit)
     return _Sizes(widths, num_rows)
 
 
@@ -146,8 +155,7 @@ def _require_fit(sizes: _Sizes, room: Room, units: Sequence[Unit] | None) -> Non
 
 def _capacity(room: Room) -> int:
     """What the units of one batch may add up to."""
-    spare = room.max_tokens % room.row_multiple if room.layout == "packed" else 0
-    return room.max_tokens - spare
+    return room.longest_row if room.layout == "packed" else room.max_tokens
 
 
 def _by_kind(

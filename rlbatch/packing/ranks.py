@@ -4,6 +4,7 @@ Every rank computes the same plan from the same lengths, so nobody has to send i
 """
 
 import heapq
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -12,7 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlbatch.errors import RecordError
-from rlbatch.packing.bins import Room, Unit, plan_batches
+from rlbatch.packing.bins import Room, plan_batches
+from rlbatch.packing.contract import Unit, check_partition, checked_lengths
+from rlbatch.records.structure import check_scalar
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,16 +27,19 @@ class Cost:
         tokens on attention (causal: half of that), so quadratic / linear is about 1 / (12 D).
 
     Raises:
-        RecordError: a negative factor, or none above 0.
+        RecordError: a factor that is negative or not finite, or none above 0.
     """
 
     linear: float = 1.0
     quadratic: float = 0.0
 
     def __post_init__(self) -> None:
-        if min(self.linear, self.quadratic) < 0 or self.linear + self.quadratic <= 0:
+        factors = (self.linear, self.quadratic)
+        for name, factor in zip(("linear", "quadratic"), factors, strict=True):
+            check_scalar(f"Cost.{name}", factor, float)
+        if not all(map(math.isfinite, factors)) or min(factors) < 0 or max(factors) == 0:
             raise RecordError(
-                "Cost: expected factors >= 0, one of them above, "
+                "Cost: expected finite factors >= 0, one of them above, "
                 f"found linear {self.linear} and quadratic {self.quadratic}"
             )
 
@@ -118,6 +124,8 @@ def plan_ranks(
     Raises:
         RecordError: as `plan_batches` and `balance`.
     """
+    # Before anything is shared out: within a share a lost sample is not missed.
+    check_partition(len(checked_lengths(lengths)), kinds, units)
     costs = cost.of(lengths)
     of_units = costs if units is None else np.array([costs[list(unit)].sum() for unit in units])
     plans = []
