@@ -1,6 +1,8 @@
 """Nobody waits forever: errors, consumers that stop, threads that end."""
 
 import gc
+import subprocess
+import sys
 import threading
 import time
 
@@ -115,6 +117,49 @@ def test_the_thread_can_wait_until_it_is_asked():
     time.sleep(0.05)
     assert asked == [0]
     ahead.close()
+
+
+AT_EXIT = """
+import time
+from rlbatch.loader.prefetch import Prefetcher
+
+def make(demand):
+    try:
+        while True:
+            yield 1
+            time.sleep(0.3)
+    finally:
+        print("the thread ended")
+
+ahead = Prefetcher(make, depth=2)
+next(ahead)
+{end}
+"""
+
+
+@pytest.mark.parametrize(("end", "code"), [("", 0), ("raise RuntimeError", 1)])
+def test_a_process_that_ends_in_a_pass_waits_for_the_thread(end, code):
+    ended = subprocess.run(
+        [sys.executable, "-c", AT_EXIT.format(end=end)], capture_output=True, text=True, check=False
+    )
+    assert (ended.returncode, ended.stdout) == (code, "the thread ended\n")
+
+
+def test_the_thread_may_free_the_last_reference_itself():
+    freed = threading.Event()
+
+    def make(demand):
+        yield 1
+        assert freed.wait(5)
+        held.clear()
+        yield 2
+
+    held = [Prefetcher(make, depth=1)]
+    thread = held[0]._thread
+    assert next(held[0]) == 1
+    freed.set()
+    thread.join(5)
+    assert not thread.is_alive()
 
 
 @pytest.mark.parametrize("change", ["removed", "cut", "rewritten", "replaced"])
