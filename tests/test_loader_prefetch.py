@@ -69,9 +69,10 @@ def test_a_consumer_that_forgets_the_iterator_does_too(tmp_path):
         break
 
 
-def test_an_error_on_the_thread_reaches_the_consumer_every_time(tmp_path):
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_an_error_reaches_the_consumer_every_time(tmp_path, prefetch):
     samples = [*SAMPLES[:25], numbered(70, advantage=float("inf")), *SAMPLES[25:]]
-    batches = iter(loader_of(write_store(tmp_path / "store", samples)))
+    batches = iter(loader_of(write_store(tmp_path / "store", samples), feed=Feed(prefetch=prefetch)))
     steps = []
     with pytest.raises(SoundnessError, match="advantage-not-finite"):
         steps += [batch.step.step for batch in batches]

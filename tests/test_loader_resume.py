@@ -65,6 +65,18 @@ def test_an_abandoned_pass_begins_anew(store):
     assert each_once(list(loader), SAMPLES)
 
 
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_an_abandoned_iterator_does_not_move_the_state(store, prefetch):
+    loader = loader_of(store, prefetch=prefetch)
+    old = iter(loader)
+    next(old)
+    next(iter(loader))
+    state = loader.state_dict()
+    list(old)
+    assert loader.state_dict() == state
+    assert loader.epoch == 0
+
+
 @settings(max_examples=20)
 @given(
     ranks=st.lists(st.integers(1, 6), min_size=2, max_size=4),

@@ -120,7 +120,7 @@ class Prefetcher(Generic[T]):
 
 def _end(channel: _Channel[T], thread: Thread) -> None:
     channel.close()
-    # An interpreter that ends while the thread is in foreign code aborts the process. The thread itself can be
-    # the one that frees the last reference, and cannot wait for itself.
+    # An interpreter that ends while the thread is in foreign code aborts the process. Where the thread itself
+    # frees the last reference, it cannot wait for itself.
     if thread is not current_thread():
         thread.join()
