@@ -151,6 +151,43 @@ def test_a_step_without_trained_tokens_is_an_error_and_set_aside_whole(tmp_path)
     assert each_once(list(loader_of(store, tmp_path / "aside")), GOOD[10:])
 
 
+def test_what_is_left_without_trained_tokens_is_set_aside_too(tmp_path):
+    silent = [replace(made, loss_mask=made.loss_mask & False) for made in GOOD[1:3]]
+    store = write_store(tmp_path / "store", [numbered(50, advantage=NAN), *silent])
+    assert list(loader_of(store, tmp_path / "aside")) == []
+    lines = (tmp_path / "aside" / "000000-000000.findings.jsonl").read_text().splitlines()
+    codes = [[found["code"] for found in json.loads(line)["findings"]] for line in lines]
+    assert codes == [["advantage-not-finite"], ["nothing-trained"], ["nothing-trained"]]
+
+
+def test_an_audit_keeps_what_is_left_without_trained_tokens(tmp_path):
+    silent = [replace(made, loss_mask=made.loss_mask & False) for made in GOOD[1:3]]
+    store = write_store(tmp_path / "store", [numbered(50, length=70), *silent])
+    batches = list(loader_of(store, tmp_path / "aside", purpose="audit"))
+    assert each_once(batches, silent)
+
+
+def siblings(first, second, trajectory_id):
+    return [
+        replace(made, trajectory_id=trajectory_id, sibling=at, num_siblings=2, group_id=None)
+        for at, made in enumerate((first, second))
+    ]
+
+
+def test_a_trajectory_counts_where_its_first_sample_is_set_aside(tmp_path):
+    pair = siblings(numbered(0, advantage=NAN), numbered(1), "both")
+    (batch,) = loader_of(write_store(tmp_path / "store", pair), tmp_path / "aside")
+    assert batch.step.num_trajectories == batch.step.num_samples == 1
+
+
+def test_a_trajectory_counts_in_every_step_that_has_a_sample_of_it(tmp_path):
+    pairs = [siblings(numbered(2 * at), numbered(2 * at + 1), f"t{at}") for at in range(8)]
+    store = write_store(tmp_path / "store", [made for pair in pairs for made in pair])
+    loader = RolloutLoader(store, layout="packed", max_tokens=64, steps=Steps(step_samples=2, seed=0))
+    for batch in loader:
+        assert batch.step.num_trajectories == len({ref.trajectory_id for ref in batch.refs})
+
+
 def test_warnings_are_kept_and_counted(tmp_path):
     samples = [numbered(0), numbered(1, group_id=None)]
     loader = RolloutLoader(
