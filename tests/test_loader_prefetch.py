@@ -7,11 +7,12 @@ import threading
 import time
 
 import pytest
-from loader_cases import numbered, numbered_samples, write_store
+from loader_cases import names_in, numbered, numbered_samples, write_store
 
 from rlbatch.errors import SoundnessError, StorageError
 from rlbatch.loader import Feed, RolloutLoader, Steps
 from rlbatch.loader.prefetch import Prefetcher
+from rlbatch.storage import open_reader
 
 SAMPLES = numbered_samples(60, seed=3)
 
@@ -123,6 +124,7 @@ def test_the_thread_can_wait_until_it_is_asked():
 AT_EXIT = """
 import time
 from rlbatch.loader.prefetch import Prefetcher
+from rlbatch.storage import open_reader
 
 def make(demand):
     try:
@@ -183,6 +185,32 @@ def test_a_shard_that_changes_under_the_reader_is_an_error(tmp_path, change):
     with pytest.raises(StorageError, match=r"\[store-changed\].*000003.safetensors"):
         steps.extend(batch.step.step for batch in batches)
     assert max(steps) == 2
+
+
+def test_bytes_that_change_inside_a_step_are_not_handed_over(tmp_path):
+    store = write_store(tmp_path / "store", SAMPLES)
+    batches = iter(loader_of(store, feed=Feed(prefetch=0)))
+    assert not next(batches).step.is_last
+    shard = store / "000000.safetensors"
+    content = bytearray(shard.read_bytes())
+    ids = open_reader(shard)[9].token_ids.tobytes()
+    at = content.find(ids)
+    with shard.open("r+b") as file:
+        file.seek(at)
+        file.write(bytes(len(ids)))
+    with pytest.raises(StorageError, match=r"\[store-changed\].*000000.safetensors"):
+        next(batches)
+
+
+def test_copies_of_a_shuffled_step_outlive_the_bytes(tmp_path):
+    store = write_store(tmp_path / "store", SAMPLES)
+    loader = loader_of(store, steps=Steps(step_samples=60, seed=1), feed=Feed(prefetch=0))
+    whole = names_in(list(loader_of(store, steps=Steps(step_samples=60, seed=1))))
+    batches = iter(loader)
+    first = next(batches)
+    shard = store / "000000.safetensors"
+    shard.write_bytes(shard.read_bytes()[:100])
+    assert names_in([first, *batches]) == whole
 
 
 def test_a_store_without_shards_is_refused(tmp_path):
