@@ -80,6 +80,7 @@ class RolloutLoader(IterableDataset[Batch]):
         self._checks = checks
         self._steps = steps
         self._feed = feed
+        _require_apart(Path(path), checks)
         self._store = Store(Path(path), steps)
         # Where the next pass begins, and where the consumer stands in the present one.
         self._start = Position()
@@ -204,6 +205,18 @@ class RolloutLoader(IterableDataset[Batch]):
                 "RolloutLoader: expected no Feed.device and no Checks.max_version_lag in a worker process, "
                 "which has no device and is not told the trainer's version; iterate in the trainer's process"
             )
+
+
+def _require_apart(store: Path, checks: Checks) -> None:
+    """Refuse to write what is set aside among the samples that are read: it would be read as samples."""
+    if checks.quarantine is None:
+        return
+    aside, store = Path(checks.quarantine).resolve(), store.resolve()
+    if aside == store or aside in store.parents or store in aside.parents:
+        raise RecordError(
+            f"Checks.quarantine: expected a directory apart from the store {str(store)!r}, found "
+            f"{str(aside)!r}; name a directory that neither holds the store nor lies in it"
+        )
 
 
 class BatchIterator(Iterator[Batch]):
