@@ -144,6 +144,12 @@ class RolloutLoader(IterableDataset[Batch]):
         """
         position, store = from_state(state, options=self._plan_options())
         self._store.require_same(*store)
+        steps = self._store.steps_of(position.epoch)
+        if steps is not None and position.step > len(steps):
+            raise RecordError(
+                f"load_state_dict: expected a step of 0 to {len(steps)} of epoch {position.epoch}, found "
+                f"{position.step}"
+            )
         self._start = self._position = position
 
     @property
@@ -173,6 +179,7 @@ class RolloutLoader(IterableDataset[Batch]):
         steps, checks = self._steps, self._checks
         return {
             "room": asdict(self._shape.room),
+            "padding": asdict(self._shape.padding),
             "step_samples": steps.step_samples,
             "seed": steps.seed,
             "keep_groups": steps.keep_groups,
