@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from loader_cases import each_once, names_in, numbered, numbered_samples, same_b
 from rlbatch.errors import RecordError, SoundnessError, StorageError
 from rlbatch.loader import Checks, Feed, RolloutLoader, Steps
 from rlbatch.storage import open_reader, open_writer, write_shard
-from rlbatch.storage.files import END_NAME
+from rlbatch.storage.files import END_NAME, list_directory
 from rlbatch.storage.follow import ShardFollower
 
 SAMPLES = numbered_samples(23)
@@ -123,7 +124,7 @@ def test_an_empty_run_ends_at_once(tmp_path):
     ("spoil", "code"),
     [
         (lambda d: (d / "000000.safetensors").unlink(), "000000.safetensors gone"),
-        (lambda d: write_shard(d / "00.safetensors", [numbered(90)]), "or another shard before it"),
+        (lambda d: write_shard(d / "00.safetensors", [numbered(90)]), "another shard"),
         (lambda d: (d / END_NAME).write_text('{"num_shards": 9}'), "9 shards, as shards.end says"),
         (lambda d: (d / END_NAME).write_text("[]"), "JSON with num_shards"),
         (lambda d: (d / "000002.safetensors").write_bytes(b"rubbish"), "file-unusable"),
@@ -139,6 +140,35 @@ def test_a_directory_that_is_no_longer_what_it_was_is_an_error(tmp_path, spoil, 
     spoil(directory)
     with pytest.raises(StorageError, match=code.replace(".", r"\.")):
         list(batches)
+
+
+@pytest.mark.parametrize("ended", [True, False])
+@pytest.mark.parametrize("lacking", [(0,), (1,), (2,), (0, 1)])
+@pytest.mark.parametrize("call", [1, 2, 3])
+def test_a_listing_that_lacks_names_is_waited_out(tmp_path, monkeypatch, call, lacking, ended):
+    store = write_store(tmp_path / "store", SAMPLES)
+    calls = []
+
+    def listed(directory):
+        calls.append(directory)
+        listing = list_directory(directory)
+        # A listing that began after the end was there lacks nothing.
+        if len(calls) != call or (ended and call == 2):
+            return listing
+        shards = tuple(path for at, path in enumerate(listing.shards) if at not in lacking)
+        return replace(listing, shards=shards, ended=ended)
+
+    monkeypatch.setattr("rlbatch.storage.follow.list_directory", listed)
+    assert each_once(list(follower(store)), SAMPLES)
+
+
+def test_a_gap_that_is_not_filled_is_overdue(tmp_path):
+    directory = tmp_path / "store"
+    directory.mkdir()
+    for number in (0, 2):
+        write_shard(directory / f"00000{number}.safetensors", SAMPLES[6 * number : 6 * number + 6])
+    with pytest.raises(StorageError, match=r"\[store-overdue\][\s\S]*none after the first 1"):
+        list(follower(directory, timeout_s=0.2))
 
 
 def test_files_in_the_making_are_not_seen(tmp_path):

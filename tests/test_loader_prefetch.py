@@ -1,15 +1,18 @@
 """Nobody waits forever: errors, consumers that stop, threads that end."""
 
 import gc
+import subprocess
+import sys
 import threading
 import time
 
 import pytest
-from loader_cases import numbered, numbered_samples, write_store
+from loader_cases import names_in, numbered, numbered_samples, write_store
 
 from rlbatch.errors import SoundnessError, StorageError
 from rlbatch.loader import Feed, RolloutLoader, Steps
 from rlbatch.loader.prefetch import Prefetcher
+from rlbatch.storage import open_reader
 
 SAMPLES = numbered_samples(60, seed=3)
 
@@ -67,9 +70,10 @@ def test_a_consumer_that_forgets_the_iterator_does_too(tmp_path):
         break
 
 
-def test_an_error_on_the_thread_reaches_the_consumer_every_time(tmp_path):
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_an_error_reaches_the_consumer_every_time(tmp_path, prefetch):
     samples = [*SAMPLES[:25], numbered(70, advantage=float("inf")), *SAMPLES[25:]]
-    batches = iter(loader_of(write_store(tmp_path / "store", samples)))
+    batches = iter(loader_of(write_store(tmp_path / "store", samples), feed=Feed(prefetch=prefetch)))
     steps = []
     with pytest.raises(SoundnessError, match="advantage-not-finite"):
         steps += [batch.step.step for batch in batches]
@@ -117,6 +121,50 @@ def test_the_thread_can_wait_until_it_is_asked():
     ahead.close()
 
 
+AT_EXIT = """
+import time
+from rlbatch.loader.prefetch import Prefetcher
+from rlbatch.storage import open_reader
+
+def make(demand):
+    try:
+        while True:
+            yield 1
+            time.sleep(0.3)
+    finally:
+        print("the thread ended")
+
+ahead = Prefetcher(make, depth=2)
+next(ahead)
+{end}
+"""
+
+
+@pytest.mark.parametrize(("end", "code"), [("", 0), ("raise RuntimeError", 1)])
+def test_a_process_that_ends_in_a_pass_waits_for_the_thread(end, code):
+    ended = subprocess.run(
+        [sys.executable, "-c", AT_EXIT.format(end=end)], capture_output=True, text=True, check=False
+    )
+    assert (ended.returncode, ended.stdout) == (code, "the thread ended\n")
+
+
+def test_the_thread_may_free_the_last_reference_itself():
+    freed = threading.Event()
+
+    def make(demand):
+        yield 1
+        assert freed.wait(5)
+        held.clear()
+        yield 2
+
+    held = [Prefetcher(make, depth=1)]
+    thread = held[0]._thread
+    assert next(held[0]) == 1
+    freed.set()
+    thread.join(5)
+    assert not thread.is_alive()
+
+
 @pytest.mark.parametrize("change", ["removed", "cut", "rewritten", "replaced"])
 def test_a_shard_that_changes_under_the_reader_is_an_error(tmp_path, change):
     store = write_store(tmp_path / "store", SAMPLES)
@@ -137,6 +185,32 @@ def test_a_shard_that_changes_under_the_reader_is_an_error(tmp_path, change):
     with pytest.raises(StorageError, match=r"\[store-changed\].*000003.safetensors"):
         steps.extend(batch.step.step for batch in batches)
     assert max(steps) == 2
+
+
+def test_bytes_that_change_inside_a_step_are_not_handed_over(tmp_path):
+    store = write_store(tmp_path / "store", SAMPLES)
+    batches = iter(loader_of(store, feed=Feed(prefetch=0)))
+    assert not next(batches).step.is_last
+    shard = store / "000000.safetensors"
+    content = bytearray(shard.read_bytes())
+    ids = open_reader(shard)[9].token_ids.tobytes()
+    at = content.find(ids)
+    with shard.open("r+b") as file:
+        file.seek(at)
+        file.write(bytes(len(ids)))
+    with pytest.raises(StorageError, match=r"\[store-changed\].*000000.safetensors"):
+        next(batches)
+
+
+def test_copies_of_a_shuffled_step_outlive_the_bytes(tmp_path):
+    store = write_store(tmp_path / "store", SAMPLES)
+    loader = loader_of(store, steps=Steps(step_samples=60, seed=1), feed=Feed(prefetch=0))
+    whole = names_in(list(loader_of(store, steps=Steps(step_samples=60, seed=1))))
+    batches = iter(loader)
+    first = next(batches)
+    shard = store / "000000.safetensors"
+    shard.write_bytes(shard.read_bytes()[:100])
+    assert names_in([first, *batches]) == whole
 
 
 def test_a_store_without_shards_is_refused(tmp_path):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from loader_cases import each_once, names_in, numbered, numbered_samples, write_store
 
-from rlbatch.errors import RecordError, SoundnessError, StorageError
+from rlbatch.errors import RecordError, SoundnessError
 from rlbatch.loader import Checks, Feed, RolloutLoader, Steps
 from rlbatch.records import identical
 from rlbatch.storage import open_reader, write_shard
@@ -151,6 +151,43 @@ def test_a_step_without_trained_tokens_is_an_error_and_set_aside_whole(tmp_path)
     assert each_once(list(loader_of(store, tmp_path / "aside")), GOOD[10:])
 
 
+def test_what_is_left_without_trained_tokens_is_set_aside_too(tmp_path):
+    silent = [replace(made, loss_mask=made.loss_mask & False) for made in GOOD[1:3]]
+    store = write_store(tmp_path / "store", [numbered(50, advantage=NAN), *silent])
+    assert list(loader_of(store, tmp_path / "aside")) == []
+    lines = (tmp_path / "aside" / "000000-000000.findings.jsonl").read_text().splitlines()
+    codes = [[found["code"] for found in json.loads(line)["findings"]] for line in lines]
+    assert codes == [["advantage-not-finite"], ["nothing-trained"], ["nothing-trained"]]
+
+
+def test_an_audit_keeps_what_is_left_without_trained_tokens(tmp_path):
+    silent = [replace(made, loss_mask=made.loss_mask & False) for made in GOOD[1:3]]
+    store = write_store(tmp_path / "store", [numbered(50, length=70), *silent])
+    batches = list(loader_of(store, tmp_path / "aside", purpose="audit"))
+    assert each_once(batches, silent)
+
+
+def siblings(first, second, trajectory_id):
+    return [
+        replace(made, trajectory_id=trajectory_id, sibling=at, num_siblings=2, group_id=None)
+        for at, made in enumerate((first, second))
+    ]
+
+
+def test_a_trajectory_counts_where_its_first_sample_is_set_aside(tmp_path):
+    pair = siblings(numbered(0, advantage=NAN), numbered(1), "both")
+    (batch,) = loader_of(write_store(tmp_path / "store", pair), tmp_path / "aside")
+    assert batch.step.num_trajectories == batch.step.num_samples == 1
+
+
+def test_a_trajectory_counts_in_every_step_that_has_a_sample_of_it(tmp_path):
+    pairs = [siblings(numbered(2 * at), numbered(2 * at + 1), f"t{at}") for at in range(8)]
+    store = write_store(tmp_path / "store", [made for pair in pairs for made in pair])
+    loader = RolloutLoader(store, layout="packed", max_tokens=64, steps=Steps(step_samples=2, seed=0))
+    for batch in loader:
+        assert batch.step.num_trajectories == len({ref.trajectory_id for ref in batch.refs})
+
+
 def test_warnings_are_kept_and_counted(tmp_path):
     samples = [numbered(0), numbered(1, group_id=None)]
     loader = RolloutLoader(
@@ -164,16 +201,56 @@ def test_warnings_are_kept_and_counted(tmp_path):
     assert loader.metrics()["rlbatch/loader_num_quarantined/sum"] == 0
 
 
-def test_a_second_pass_finds_its_quarantine_written_and_another_run_is_refused(spoilt, tmp_path):
+def contents(directory):
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+def test_a_second_pass_finds_its_quarantine_written_and_another_run_writes_beside_it(spoilt, tmp_path):
     store, _ = spoilt
     aside = tmp_path / "aside"
     list(loader_of(store, aside))
-    before = {path.name: path.read_bytes() for path in aside.iterdir()}
+    before = contents(aside)
     list(loader_of(store, aside))
-    assert {path.name: path.read_bytes() for path in aside.iterdir()} == before
-    other = write_store(tmp_path / "other", [numbered(1, advantage=NAN), numbered(2)])
-    with pytest.raises(StorageError, match="other findings, of another run"):
+    assert contents(aside) == before
+    bad = numbered(1, advantage=NAN)
+    other = write_store(tmp_path / "other", [bad, numbered(2)])
+    for _ in range(2):
         list(loader_of(other, aside))
+        names = {f"000000-000000-1{suffix}" for suffix in (".findings.jsonl", ".safetensors")}
+        assert contents(aside).keys() - before.keys() == names
+    assert contents(aside).items() >= before.items()
+    assert identical(open_reader(aside / "000000-000000-1.safetensors")[0], bad)
+
+
+def test_the_same_samples_are_written_once_whatever_the_path_and_the_version(tmp_path, monkeypatch):
+    samples = [numbered(at, version=0 if at == 3 else 4) for at in range(6)]
+    store = write_store(tmp_path / "store", samples)
+    aside = tmp_path / "aside"
+    monkeypatch.chdir(tmp_path)
+    seen = []
+    for path, version in ((store, 5), (store, 6), ("store", 6)):
+        loader = loader_of(path, aside, max_version_lag=3)
+        loader.trainer_version = version
+        assert each_once(list(loader), [*samples[:3], *samples[4:]])
+        seen.append(contents(aside))
+    assert seen[0] == seen[1] == seen[2]
+    assert len(seen[0]) == 2
+
+
+def test_findings_of_another_form_are_left_alone(spoilt, tmp_path):
+    aside = tmp_path / "aside"
+    aside.mkdir()
+    (aside / "000000-000000.findings.jsonl").write_text("not ours\n")
+    list(loader_of(spoilt[0], aside))
+    assert (aside / "000000-000000.findings.jsonl").read_text() == "not ours\n"
+    assert (aside / "000000-000000-1.safetensors").exists()
+
+
+@pytest.mark.parametrize("aside", ["store", "store/aside", ".", "other/../store"])
+def test_a_quarantine_in_the_store_or_round_it_is_refused(spoilt, tmp_path, aside):
+    (tmp_path / "other").mkdir()
+    with pytest.raises(RecordError, match=r"Checks\.quarantine: expected a directory apart from the store"):
+        loader_of(spoilt[0], tmp_path / aside)
 
 
 def test_a_kill_between_findings_and_shard_is_mended(spoilt, tmp_path):

@@ -1,5 +1,8 @@
 """Ranks derive one plan: every sample once, as many batches each, and one normaliser."""
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -90,6 +93,18 @@ def test_fewer_samples_than_ranks_give_fillers_that_count_nowhere(tmp_path):
     metrics = loaders(store, 4)[3]
     list(metrics)
     assert metrics.metrics()["rlbatch/loader_num_fillers/sum"] == 1
+
+
+def test_a_filler_has_the_optional_fields_of_its_step(tmp_path):
+    made = numbered(0)
+    taught = replace(made, ref_logprobs=np.where(made.loss_mask, np.float32(-0.5), np.float32("nan")))
+    (real,), (filler,) = (list(one) for one in loaders(write_store(tmp_path / "store", [taught]), 2))
+    assert (real.ref_logprobs[real.loss_mask] == -0.5).all()
+    assert filler.ref_logprobs.shape == (1, 2)
+    assert filler.ref_logprobs.isnan().all()
+    assert filler.inference_logprobs.isnan().all()
+    assert filler.temperature.tolist() == [[1.0, 1.0]]
+    assert filler.teacher_logprobs is None
 
 
 def test_a_step_with_a_filler_is_aligned_without_a_word(tmp_path):

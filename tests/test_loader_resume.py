@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from loader_cases import each_once, names_in, numbered, numbered_samples, same_bits, through_json, write_store
 
+from rlbatch.collate import Padding
 from rlbatch.errors import RecordError, StorageError
 from rlbatch.loader import Checks, Feed, RolloutLoader, Steps
 
@@ -63,6 +64,18 @@ def test_an_abandoned_pass_begins_anew(store):
     loader = loader_of(store, prefetch=2)
     list(islice(iter(loader), 3))
     assert each_once(list(loader), SAMPLES)
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_an_abandoned_iterator_does_not_move_the_state(store, prefetch):
+    loader = loader_of(store, prefetch=prefetch)
+    old = iter(loader)
+    next(old)
+    next(iter(loader))
+    state = loader.state_dict()
+    list(old)
+    assert loader.state_dict() == state
+    assert loader.epoch == 0
 
 
 @settings(max_examples=20)
@@ -135,6 +148,16 @@ def test_a_state_of_other_options_is_refused(store, change, name):
         lambda state: state.update(version=99),
         lambda state: state["position"].update(parts=3),
         lambda state: state["position"].update(more=3),
+        lambda state: state["position"].update(epoch="0"),
+        lambda state: state["position"].update(epoch=True),
+        lambda state: state["position"].update(step=-1),
+        lambda state: state["position"].update(step=4),
+        lambda state: state["position"].update(num_batches=None),
+        lambda state: state["position"].update(trainer_version="1"),
+        lambda state: state["position"].update(parts=[[0, 1]]),
+        lambda state: state["position"].update(parts=[[1, -1]]),
+        lambda state: state["position"].update(parts=[[1, 1.5]]),
+        lambda state: state.update(store=[6, None]),
     ],
 )
 def test_what_is_no_state_is_refused(store, spoil):
@@ -143,6 +166,26 @@ def test_what_is_no_state_is_refused(store, spoil):
     spoil(state)
     with pytest.raises(RecordError, match="load_state_dict: expected"):
         loader.load_state_dict(state)
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("parts", [[[1, 99]], [[2, 99], [1, 0]]])
+def test_a_state_of_more_than_the_step_has_skips_nothing(store, parts, prefetch):
+    loader = loader_of(store, prefetch=prefetch)
+    state = through_json(loader.state_dict())
+    state["position"]["parts"] = parts
+    loader.load_state_dict(state)
+    with pytest.raises(RecordError, match=r"load_state_dict: expected at most \d batches done .* found 99"):
+        list(loader)
+
+
+@pytest.mark.parametrize("padding", [Padding(side="left"), Padding(token_id=7)])
+def test_a_state_of_another_padding_is_refused(store, padding):
+    options = {"layout": "padded", "max_tokens": 64}
+    state = through_json(RolloutLoader(store, **options).state_dict())
+    RolloutLoader(store, **options).load_state_dict(state)
+    with pytest.raises(RecordError, match="load_state_dict: expected padding = "):
+        RolloutLoader(store, **options, padding=padding).load_state_dict(state)
 
 
 def test_a_state_of_another_store_is_refused(store, tmp_path):

@@ -125,7 +125,8 @@ class Batch:
     num_loss_tokens: int
     """Trained tokens. A step's normaliser is the sum over its micro-batches and ranks."""
     num_trajectories: int
-    """Trajectories that begin in this batch (sibling 0): sums to the step's count, each counted once."""
+    """Trajectories that begin in this batch (sibling 0): sums to the step's count where the step holds the
+    first sample of each; `step.num_trajectories` counts them all."""
     step: StepInfo | None = None
     """The optimiser step that the batch is part of, and its normalisers; None where no loader said."""
     buffer: Tensor | None = None

@@ -73,6 +73,8 @@ def check_step(
     faults = _by_place(errors, origins)
     if keep_groups != "no" or checks.group_size is not None:
         _take_groups_along(faults, candidates.samples)
+    if checks.purpose != "audit":
+        _take_untrained_along(faults, candidates)
     return Checked(
         sound=tuple(at for at in range(len(origins)) if at not in faults),
         faults={at: tuple(faults[at]) for at in sorted(faults)},
@@ -139,6 +141,21 @@ def _take_groups_along(faults: dict[int, list[Finding]], samples: Sequence[Sampl
         if errors:
             for at in members:
                 faults[at] = faults.get(at) or errors
+
+
+def _take_untrained_along(faults: dict[int, list[Finding]], candidates: Candidates) -> None:
+    """Set the rest aside too, where nothing that is left is trained: such a step has no loss."""
+    left = [at for at in range(len(candidates.samples)) if at not in faults]
+    if not left or any(candidates.samples[at].num_loss_tokens for at in left):
+        return
+    untrained = finding(
+        "nothing-trained",
+        where=Where(path=candidates.origins[left[0]].path),
+        expected="at least one trained token",
+        found=f"none in the {len(left)} samples that are left of {len(candidates.samples)}",
+    )
+    for at in left:
+        faults[at] = [untrained]
 
 
 def _groups(samples: Sequence[Sample]) -> dict[str, list[int]]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -79,10 +80,12 @@ class RolloutLoader(IterableDataset[Batch]):
         self._checks = checks
         self._steps = steps
         self._feed = feed
+        _require_apart(Path(path), checks)
         self._store = Store(Path(path), steps)
         # Where the next pass begins, and where the consumer stands in the present one.
         self._start = Position()
         self._position = Position()
+        self._num_passes = 0
         self._figures = Figures(max_tokens)
         self.trainer_version: int | None = None
         if self._store.is_complete and checks.on_fault == "error":
@@ -111,7 +114,9 @@ class RolloutLoader(IterableDataset[Batch]):
         )
         start = self._position = self._start
         self._start = Position(epoch=start.epoch)
-        return BatchIterator(self._handed_over, one_pass, start, depth=self._feed.prefetch)
+        self._num_passes += 1
+        handed_over = partial(self._handed_over, self._num_passes)
+        return BatchIterator(handed_over, one_pass, start, depth=self._feed.prefetch)
 
     @property
     def epoch(self) -> int:
@@ -139,6 +144,12 @@ class RolloutLoader(IterableDataset[Batch]):
         """
         position, store = from_state(state, options=self._plan_options())
         self._store.require_same(*store)
+        steps = self._store.steps_of(position.epoch)
+        if steps is not None and position.step > len(steps):
+            raise RecordError(
+                f"load_state_dict: expected a step of 0 to {len(steps)} of epoch {position.epoch}, found "
+                f"{position.step}"
+            )
         self._start = self._position = position
 
     @property
@@ -150,20 +161,25 @@ class RolloutLoader(IterableDataset[Batch]):
         """What was handed over since the loader was made, for a trainer to log: `Figures.metrics`."""
         return self._figures.metrics()
 
-    def _handed_over(self, made: Made, wait_s: float) -> None:
-        self._position = made.after
+    def _handed_over(self, number: int, made: Made, wait_s: float) -> None:
         self._figures.waited(wait_s)
         if made.sent is None:
             self._figures.add_found(made.counts.found)
-            self._start = made.after
         else:
             self._figures.add(made.counts)
+        # The state is that of the newest pass; an iterator of one that was abandoned does not move it.
+        if number != self._num_passes:
+            return
+        self._position = made.after
+        if made.sent is None:
+            self._start = made.after
 
     def _plan_options(self) -> dict[str, Any]:
         """What the plans depend on; a state is of no use to a loader that plans otherwise."""
         steps, checks = self._steps, self._checks
         return {
             "room": asdict(self._shape.room),
+            "padding": asdict(self._shape.padding),
             "step_samples": steps.step_samples,
             "seed": steps.seed,
             "keep_groups": steps.keep_groups,
@@ -198,6 +214,18 @@ class RolloutLoader(IterableDataset[Batch]):
             )
 
 
+def _require_apart(store: Path, checks: Checks) -> None:
+    """Refuse to write what is set aside among the samples that are read: it would be read as samples."""
+    if checks.quarantine is None:
+        return
+    aside, store = Path(checks.quarantine).resolve(), store.resolve()
+    if aside == store or aside in store.parents or store in aside.parents:
+        raise RecordError(
+            f"Checks.quarantine: expected a directory apart from the store {str(store)!r}, found "
+            f"{str(aside)!r}; name a directory that neither holds the store nor lies in it"
+        )
+
+
 class BatchIterator(Iterator[Batch]):
     """One pass of a loader, made ahead where it is told to; closes itself when nobody holds it any more."""
 
@@ -214,6 +242,7 @@ class BatchIterator(Iterator[Batch]):
         self._demand = Demand()
         self._ahead: Prefetcher[Made] | None = None
         self._source: Iterator[Made]
+        self._error: Exception | None = None
         if depth:
             self._source = self._ahead = Prefetcher(
                 lambda demand: one_pass.batches(start, demand), depth=depth
@@ -222,8 +251,17 @@ class BatchIterator(Iterator[Batch]):
             self._source = one_pass.batches(start, self._demand)
 
     def __next__(self) -> Batch:
+        # Behind an error a generator ends, and the epoch with it, as if nothing had been wrong.
+        if self._error is not None:
+            raise self._error
         began = perf_counter()
-        made = next(self._source)
+        try:
+            made = next(self._source)
+        except StopIteration:
+            raise
+        except Exception as error:
+            self._error = error
+            raise
         self._handed_over(made, perf_counter() - began)
         if made.sent is None:
             raise StopIteration

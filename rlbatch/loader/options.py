@@ -77,7 +77,7 @@ class Checks:
     on_fault: OnFault = "error"
     """`quarantine`: faulty samples are set aside and counted, and the rest goes on."""
     quarantine: str | Path | None = None
-    """The directory for what is set aside; made where it is missing."""
+    """The directory for what is set aside, apart from the store; made where it is missing."""
 
     def __post_init__(self) -> None:
         check_choice("Checks.purpose", self.purpose, PURPOSES)

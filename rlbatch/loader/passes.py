@@ -70,7 +70,11 @@ class Pass:
             for _ in mine[position.parts[-1][1] :]:
                 before, position = position, position.after_batch()
                 if self.worker.makes(before):
-                    yield self._make(step, mine, before, found)
+                    # Before, since a file that was cut short kills who reads it; behind, for what was read.
+                    self.store.require_unchanged(indices)
+                    made = self._make(step, mine, before, found)
+                    self.store.require_unchanged(indices)
+                    yield made
                     found = Found()
             position = position.after_step()
             self.store.reader.release(indices)

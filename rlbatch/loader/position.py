@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeAlias
 
 from rlbatch.errors import RecordError
+from rlbatch.records.structure import check_scalar
 
 STATE_VERSION = 1
 
@@ -56,12 +57,27 @@ def plan_left(
     Example:
         Four batches on two ranks, one done on each, then four ranks: the other two batches' samples are
         planned anew for four.
+
+    Raises:
+        RecordError: a part says that more was done than there was.
     """
     left: Sequence[int] = range(num_samples)
     for num_ranks, done in parts[:-1]:
-        rest = [batch for batches in plan(left, num_ranks) for batch in batches[done:]]
+        batches_of = _plan_with(done, plan(left, num_ranks))
+        rest = [batch for batches in batches_of for batch in batches[done:]]
         left = sorted(index for batch in rest for index in batch)
-    return plan(left, parts[-1][0])
+    num_ranks, done = parts[-1]
+    return _plan_with(done, plan(left, num_ranks))
+
+
+def _plan_with(done: int, plan: Plan) -> Plan:
+    """The plan, where it has as many batches as are said to be done: else the rest would be skipped."""
+    if done > len(plan[0]):
+        raise RecordError(
+            f"load_state_dict: expected at most {len(plan[0])} batches done on each of {len(plan)} ranks, as "
+            f"the step has, found {done}"
+        )
+    return plan
 
 
 def to_state(position: Position, *, options: Mapping[str, Any], store: tuple[int, str]) -> dict[str, Any]:
@@ -89,8 +105,12 @@ def from_state(state: Mapping[str, Any], *, options: Mapping[str, Any]) -> tuple
     try:
         version, fields, saved = state["version"], dict(state["position"]), dict(state["options"])
         num_shards, checksum = state["store"]
-        fields["parts"] = tuple((int(num_ranks), int(done)) for num_ranks, done in fields["parts"])
+        fields["parts"] = tuple((num_ranks, done) for num_ranks, done in fields["parts"])
         position = Position(**fields)
+        _check_numbers(position)
+        check_scalar("store", num_shards, int)
+        if not isinstance(checksum, str):
+            raise RecordError(f"store: expected a checksum, found {checksum!r}")
     except (TypeError, ValueError, LookupError) as error:
         raise RecordError(f"load_state_dict: expected what state_dict gave, found {error!r}") from error
     if version != STATE_VERSION:
@@ -100,4 +120,19 @@ def from_state(state: Mapping[str, Any], *, options: Mapping[str, Any]) -> tuple
             raise RecordError(
                 f"load_state_dict: expected {name} = {saved.get(name)!r}, as it was saved, found {value!r}"
             )
-    return position, (int(num_shards), str(checksum))
+    return position, (num_shards, checksum)
+
+
+def _check_numbers(position: Position) -> None:
+    numbers = {
+        "epoch": (position.epoch, 0),
+        "step": (position.step, 0),
+        "num_batches": (position.num_batches, 0),
+        "trainer_version": (0 if position.trainer_version is None else position.trainer_version, 0),
+    }
+    for at, (num_ranks, done) in enumerate(position.parts):
+        numbers |= {f"parts[{at}] num_ranks": (num_ranks, 1), f"parts[{at}] done": (done, 0)}
+    for name, (value, least) in numbers.items():
+        check_scalar(name, value, int)
+        if value < least:
+            raise RecordError(f"{name}: expected at least {least}, found {value}")

@@ -7,7 +7,7 @@ stops lets the thread end, and an iterator that nobody holds any more closes its
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from threading import Condition, Event, Thread
+from threading import Condition, Event, Thread, current_thread
 from typing import Generic, Self, TypeVar
 
 T = TypeVar("T")
@@ -103,7 +103,7 @@ class Prefetcher(Generic[T]):
         self._channel: _Channel[T] = _Channel(depth)
         self._thread = Thread(target=self._channel.run, args=(make,), daemon=True, name="rlbatch-loader")
         # The thread holds the channel, not this object: when the last reference goes, the thread ends.
-        self._closer = weakref.finalize(self, self._channel.close)
+        self._closer = weakref.finalize(self, _end, self._channel, self._thread)
         self._thread.start()
 
     def __iter__(self) -> Self:
@@ -116,3 +116,11 @@ class Prefetcher(Generic[T]):
         """Let the thread end; it is waited for."""
         self._closer()
         self._thread.join()
+
+
+def _end(channel: _Channel[T], thread: Thread) -> None:
+    channel.close()
+    # An interpreter that ends while the thread is in foreign code aborts the process. Where the thread itself
+    # frees the last reference, it cannot wait for itself.
+    if thread is not current_thread():
+        thread.join()

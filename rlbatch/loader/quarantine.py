@@ -2,17 +2,19 @@
 
 000000-000012.safetensors      the samples of epoch 0, step 12 that were set aside, as they were
 000000-000012.findings.jsonl   line i says what is wrong with sample i of the shard, and where it came from
+000000-000012-1...             other samples that were set aside at the same place, as by an earlier run
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from itertools import count
 from pathlib import Path
 
-from rlbatch.errors import Finding, StorageError
+from rlbatch.errors import Finding
 from rlbatch.records import Origin, Sample
 from rlbatch.storage import write_shard
-from rlbatch.storage.files import SHARD_SUFFIX, make_directory, reason, refusal, write_atomically
+from rlbatch.storage.files import SHARD_SUFFIX, make_directory, unusable, write_atomically
 
 FINDINGS_SUFFIX = ".findings.jsonl"
 
@@ -26,7 +28,8 @@ def set_aside(
     epoch: int,
     step: int,
 ) -> None:
-    """Write what a step sets aside. A step that is loaded again, as after resuming, finds it written already.
+    """Write what a step sets aside. A step that is loaded again, as after resuming, finds it written already:
+    the same samples, whatever is found of them now.
 
     Args:
         directory: made where it is missing.
@@ -37,41 +40,49 @@ def set_aside(
         step: counted in its epoch.
 
     Raises:
-        StorageError: write-failed, the system refused, or files of these names say something else.
+        StorageError: write-failed or file-unusable, the system refused.
     """
-    name = f"{epoch:06d}-{step:06d}"
     lines = [
         json.dumps(
-            {"path": origin.path, "sample": origin.index, "findings": [asdict(each) for each in found]}
+            {
+                "path": origin.path,
+                "sample": origin.index,
+                "sample_id": sample.sample_id,
+                "findings": [asdict(each) for each in found],
+            }
         )
-        for origin, found in zip(origins, findings, strict=True)
+        for sample, origin, found in zip(samples, origins, findings, strict=True)
     ]
-    text = "".join(f"{line}\n" for line in lines).encode()
     make_directory(directory)
-    if not _written(directory / f"{name}{FINDINGS_SUFFIX}", text):
-        write_atomically(directory / f"{name}{FINDINGS_SUFFIX}", [text])
-    shard = directory / f"{name}{SHARD_SUFFIX}"
-    if not shard.exists():
-        write_shard(shard, samples)
+    ids = [sample.sample_id for sample in samples]
+    for name in _names(epoch, step):
+        path = directory / f"{name}{FINDINGS_SUFFIX}"
+        written = _written_ids(path)
+        if written is None:
+            write_atomically(path, [f"{line}\n".encode() for line in lines])
+        elif written != ids:
+            continue
+        shard = directory / f"{name}{SHARD_SUFFIX}"
+        if not shard.exists():
+            write_shard(shard, samples)
+        return
 
 
-def _written(path: Path, text: bytes) -> bool:
-    """Whether the file is there already, as it would be written."""
+def _names(epoch: int, step: int) -> Iterator[str]:
+    name = f"{epoch:06d}-{step:06d}"
+    yield name
+    yield from (f"{name}-{number}" for number in count(1))
+
+
+def _written_ids(path: Path) -> list[str] | None:
+    """The samples that the file tells of: none where it has another form; None where there is no file."""
     try:
-        found = path.read_bytes() if path.exists() else None
+        text = path.read_text(errors="replace") if path.exists() else None
     except OSError as error:
-        raise _refused(path, reason(error)) from error
-    if found is not None and found != text:
-        raise _refused(path, "other findings, of another run")
-    return found is not None
-
-
-def _refused(path: Path, found: str) -> StorageError:
-    return refusal(
-        "write-failed",
-        path,
-        expected="a name that is free, or this very step's findings",
-        found=found,
-        likely="an earlier run has the same quarantine directory",
-        fix="give each run a quarantine directory of its own",
-    )
+        raise unusable(path, error) from error
+    if text is None:
+        return None
+    try:
+        return [json.loads(line)["sample_id"] for line in text.splitlines()]
+    except (ValueError, TypeError, LookupError):
+        return []

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -13,7 +14,7 @@ from rlbatch.loader.figures import Found
 from rlbatch.loader.options import Checks, Steps
 from rlbatch.loader.position import Plan, Position, plan_left
 from rlbatch.packing import Room, StepInfo, plan_ranks
-from rlbatch.records import Origin, Purpose, Sample
+from rlbatch.records import TOKEN_FIELDS, Origin, Purpose, Sample
 
 FILLER_TOKENS = 2
 """The shortest sequence that has a target."""
@@ -78,7 +79,7 @@ def _totals(samples: Sequence[Sample]) -> StepInfo:
         index=0,
         num_batches=0,
         num_samples=len(samples),
-        num_trajectories=sum(sample.sibling == 0 for sample in samples),
+        num_trajectories=len({sample.trajectory_id for sample in samples}),
         num_tokens=sum(map(len, samples)),
         num_loss_tokens=sum(sample.num_loss_tokens for sample in samples),
     )
@@ -108,7 +109,7 @@ def make_batch(
     step: Step, indices: Sequence[int], shape: Shape, *, purpose: Purpose, allocate: Allocate
 ) -> Batch:
     """One micro-batch of the step; of no samples, a filler."""
-    samples = [step.samples[index] for index in indices] or [FILLER]
+    samples = [step.samples[index] for index in indices] or [_filler(step.samples)]
     origins = [step.origins[index] for index in indices] or [Origin(path=None, index=0)]
     return collate(
         samples,
@@ -120,32 +121,26 @@ def make_batch(
     )
 
 
-def _filler() -> Sample:
+def _filler(samples: Sequence[Sample]) -> Sample:
     """Two tokens that nobody sampled, of a trajectory that does not begin here: it counts nowhere.
 
-    A rank without samples left still has to take part in every pass through a model that is sharded.
+    A rank without samples left still has to take part in every pass through a model that is sharded. So it
+    has every field that one of the step's samples has, with the value for what was not sampled.
     """
-
-    def column(value: float, dtype: str) -> np.ndarray:
-        return np.full(FILLER_TOKENS, value, dtype)
-
+    given = [
+        spec
+        for spec in TOKEN_FIELDS
+        if not spec.optional or any(getattr(sample, spec.name) is not None for sample in samples)
+    ]
+    columns: dict[str, Any] = {spec.name: np.full(FILLER_TOKENS, spec.padding, spec.dtype) for spec in given}
     return Sample(
-        token_ids=column(0, "int32"),
-        inference_logprobs=column(np.nan, "float32"),
-        loss_mask=column(0, "bool"),
-        advantages=column(0, "float32"),
-        policy_version=column(-1, "int32"),
-        temperature=column(1, "float32"),
-        turn=column(-1, "int16"),
+        **columns,
         sample_id="filler",
         trajectory_id="filler",
         sibling=1,
         num_siblings=2,
         provenances=(),
     )
-
-
-FILLER = _filler()
 
 
 def _units(groups: Sequence[str | None]) -> list[list[int]]:

@@ -91,8 +91,22 @@ class Store:
             for at, index in enumerate(indices)
             if index in self._repeats
         }
-        samples = reader.read(indices) if self._steps.seed is None else reader.read_owned(indices)
+        samples = reader.read_owned(indices) if self._reads_copies else reader.read(indices)
         return Candidates(samples=samples, origins=origins, repeats=repeats)
+
+    def require_unchanged(self, indices: Sequence[int]) -> None:
+        """Refuse to go on with samples whose bytes can have changed since `read` verified them.
+
+        Raises:
+            StorageError: store-changed, a shard is gone or was written to.
+        """
+        if not self._reads_copies:
+            self.reader.require_unchanged(indices)
+
+    @property
+    def _reads_copies(self) -> bool:
+        # Samples drawn at random would keep pages of the whole store in memory.
+        return self._steps.seed is not None
 
     def origins(self, indices: Sequence[int]) -> list[Origin]:
         """Where samples are stored."""

@@ -16,7 +16,7 @@ class StepInfo:
     """Micro-batches of each rank in this step, fillers included."""
     num_samples: int
     num_trajectories: int
-    """Each trajectory once, however many samples it became: at its first."""
+    """Distinct ones among the samples of the step. Steps that share a trajectory count it each."""
     num_tokens: int
     """Without padding."""
     num_loss_tokens: int

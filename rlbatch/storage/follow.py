@@ -1,16 +1,22 @@
 """`ShardFollower`: the shards of a directory that a writer is still filling, in order, whole ones only.
 
-A shard has its name only once it is whole, and a writer numbers its shards, so what is there is always the
-beginning of what will be. The end is what `shards.end` says. Knows one writer a directory.
+A shard has its name only once it is whole, and a writer numbers its shards from 0. A listing is no snapshot:
+one taken while names are added can lack some of them, so only what is there without a gap is taken. The end
+is what `shards.end` says. Knows one writer a directory.
 """
 
+import re
+from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 from threading import Event
 from time import monotonic
 
-from rlbatch.storage.files import END_NAME, list_directory, refusal, unusable
+from rlbatch.storage.files import END_NAME, SHARD_SUFFIX, list_directory, refusal, unusable
 from rlbatch.storage.format import load_json, shown
 from rlbatch.storage.reader import ShardReader
+
+_NUMBERED = re.compile(r"[0-9]{6,}" + re.escape(SHARD_SUFFIX))
 
 FIRST_PAUSE_S = 0.05
 MAX_PAUSE_S = 2.0
@@ -66,18 +72,14 @@ class ShardFollower:
         if not self._directory.exists():
             return False
         listing = list_directory(self._directory)
-        names = [str(path) for path in listing.shards]
+        if listing.ended:
+            # Nothing is added behind the end: this listing lacks nothing, as the one before may.
+            listing = list_directory(self._directory)
+        names = self._unbroken(listing.shards)
         known = () if self.reader is None else self.reader.paths
-        if tuple(names[: len(known)]) != known:
-            missing = next(
-                name for name, found in zip(known, [*names, *known], strict=False) if name != found
-            )
-            raise refusal(
-                "store-changed",
-                self._directory,
-                expected=f"further shards behind {Path(known[-1]).name}",
-                found=f"{Path(missing).name} gone, or another shard before it",
-            )
+        if len(names) < len(known):
+            self._require_there(known)
+            return False
         if listing.ended:
             self._require_whole(len(names))
             self.ended = len(names) == len(known)
@@ -86,6 +88,29 @@ class ShardFollower:
         further = names[len(known) :]
         self.reader = ShardReader(further) if self.reader is None else self.reader.extended(further)
         return True
+
+    def _unbroken(self, shards: Sequence[Path]) -> list[str]:
+        """Those numbered 0, 1, ... up to the first that is not listed."""
+        foreign = next((path for path in shards if not _NUMBERED.fullmatch(path.name)), None)
+        if foreign is not None:
+            raise refusal(
+                "store-changed",
+                self._directory,
+                expected=f"shards as a writer numbers them, 000000{SHARD_SUFFIX} first",
+                found=f"{foreign.name}, another shard",
+            )
+        unbroken = takewhile(lambda each: _number(each[1]) == each[0], enumerate(shards))
+        return [str(path) for _, path in unbroken]
+
+    def _require_there(self, known: Sequence[str]) -> None:
+        gone = next((path for path in map(Path, known) if not path.exists()), None)
+        if gone is not None:
+            raise refusal(
+                "store-changed",
+                self._directory,
+                expected=f"further shards behind {Path(known[-1]).name}",
+                found=f"{gone.name} gone",
+            )
 
     def _require_whole(self, num_shards: int) -> None:
         path = self._directory / END_NAME
@@ -102,7 +127,7 @@ class ShardFollower:
                 "store-changed",
                 self._directory,
                 expected=f"{said} shards, as {END_NAME} says",
-                found=str(num_shards),
+                found=f"{num_shards} without a gap",
             )
 
     def _overdue(self) -> Exception:
@@ -113,3 +138,7 @@ class ShardFollower:
             expected=f"a further shard or {END_NAME} within {self._timeout_s:g} s",
             found=f"none after the first {num_shards}",
         )
+
+
+def _number(path: Path) -> int:
+    return int(path.name.removesuffix(SHARD_SUFFIX))
