@@ -138,7 +138,8 @@ def _path() -> Path:
             return path
     raise LibraryMissingError(
         "the C library was not built at installation (no C compiler then?); "
-        "install gcc or clang, then install again"
+        "install gcc or clang, then install again with pip's --force-reinstall --no-cache-dir, "
+        "which otherwise takes the wheel it has kept"
     )
 
 

@@ -88,9 +88,14 @@ def sharded(group: VocabGroup, soft_cap: float | None) -> dict[str, Tensor]:
 def refusals(group: VocabGroup) -> dict[str, str]:
     """What each mistake is answered with on this rank."""
     size, rank = group.sizes[group.rank], group.rank
-    mask = torch.ones(2, dtype=torch.bool)
-    ids = torch.tensor([5, 700])
+    every, ids = torch.ones(2, dtype=torch.bool), torch.tensor([5, 700])
     mistakes: dict[str, Any] = {
+        # Rank 0 trains one token more; then as many as the others, but another one with the same target.
+        "count": ((torch.zeros(2, size), ids), {"temperature": 1.0, "mask": torch.tensor([rank == 0, True])}),
+        "mask": (
+            (torch.zeros(2, size), torch.tensor([5, 5])),
+            {"temperature": 1.0, "mask": torch.tensor([rank == 0, rank > 0])},
+        ),
         # A batch of one's own: data parallel, not tensor parallel.
         "ids": ((torch.zeros(2, size), ids + rank), {"temperature": 1.0}),
         "temperature": ((torch.zeros(2, size), ids), {"temperature": 1.0 + rank}),
@@ -99,7 +104,7 @@ def refusals(group: VocabGroup) -> dict[str, str]:
     told = {}
     for name, (arguments, options) in mistakes.items():
         try:
-            token_logprobs(*arguments, mask=mask, group=group, **options)
+            token_logprobs(*arguments, group=group, **{"mask": every, **options})
         except (GroupError, ShapeError) as error:
             told[name] = f"{type(error).__name__}: {error}"
     try:
@@ -188,6 +193,10 @@ def test_ranks_that_disagree_are_told_so_on_every_rank(answers: list[dict[Any, A
     ranks = range(len(answers))
     for rank, answer in enumerate(answers):
         told = answer["refusals"]
+        counts = [2, *[1] * (len(answers) - 1)]
+        assert f"GroupError: mask: found {counts} trained tokens by rank, expected the same" in told["count"]
+        places = [0.0, *[1.0] * (len(answers) - 1)]
+        assert f"GroupError: mask (flat position): found {places} by rank at trained token 0" in told["mask"]
         assert f"GroupError: target_ids: found {[5.0 + at for at in ranks]} by rank at trained" in told["ids"]
         assert f"GroupError: temperature: found {[1.0 + at for at in ranks]} by rank" in told["temperature"]
         size = SIZES[len(answers)][rank]
