@@ -114,12 +114,23 @@ def refusals(group: VocabGroup) -> dict[str, str]:
     return told
 
 
+def same_bits(group: VocabGroup) -> list[bool]:
+    """Whether the first tokens of 200 have, without the others, the logprobs that they have among them."""
+    hidden, weight = normal(200, 96), normal(group.sizes[group.rank], 96, scale=0.2, seed=1)
+    ids, mask = torch.arange(200), torch.ones(200, dtype=torch.bool)
+    call: dict[str, Any] = {"temperature": 0.7, "group": group}
+    together = linear_logprobs(hidden, weight, ids, mask=mask, **call)
+    alone = {n: linear_logprobs(hidden[:n], weight, ids[:n], mask=mask[:n], **call) for n in (1, 2, 3, 7, 65)}
+    return [torch.equal(found, together[:n]) for n, found in alone.items()]
+
+
 def rank_main(rank: int, world: int, folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=world)
     group = VocabGroup.of(dist.group.WORLD, SIZES[world][rank], device="cpu")
     answer: dict[Any, Any] = {cap: sharded(group, cap) for cap in SOFT_CAPS}
     answer["poisoned"] = poisoned(group)
+    answer["bits"] = same_bits(group)
     answer["refusals"] = refusals(group)
     answer["facts"] = (group.vocab_size, group.first_column)
     torch.save(answer, folder / f"{rank}.pt")
@@ -187,6 +198,11 @@ def test_what_is_not_finite_on_one_rank_is_nan_on_all(answers: list[dict[Any, An
     for answer in answers:
         assert answer["poisoned"].isnan().tolist() == [False, True, True, True]
         assert answer["poisoned"][0].item() == pytest.approx(-math.log(VOCAB_SIZE), abs=1e-6)
+
+
+def test_a_token_alone_has_the_same_bits_as_in_its_batch(answers: list[dict[Any, Any]]) -> None:
+    for answer in answers:
+        assert answer["bits"] == [True] * 5
 
 
 def test_ranks_that_disagree_are_told_so_on_every_rank(answers: list[dict[Any, Any]]) -> None:
