@@ -1,14 +1,18 @@
 """The one thing that pyproject.toml cannot say in a stable way: the C kernels are built at installation.
 
 A plain shared library, loaded through ctypes: it needs no header of Python or torch, and one wheel serves
-every Python from 3.11 on. Without a C compiler the package installs all the same, and plain torch serves.
+every Python from 3.11 on (a free-threaded one, which has no limited API, gets a wheel of its own). Without a
+C compiler the package installs all the same, and plain torch serves.
 """
 
+import sysconfig
 from pathlib import Path
 
 from setuptools import Extension, setup
 
 CSRC = Path("kernels/rlbatch_kernels/csrc")
+
+LIMITED_API = not sysconfig.get_config_var("Py_GIL_DISABLED")
 
 KERNELS = Extension(
     # Beside its sources, in a folder that is no package: it is no module that Python could import.
@@ -22,8 +26,8 @@ KERNELS = Extension(
     ],
     extra_link_args=["-pthread"],
     libraries=["m"],
-    py_limited_api=True,
+    py_limited_api=LIMITED_API,
     optional=True,
 )
 
-setup(ext_modules=[KERNELS], options={"bdist_wheel": {"py_limited_api": "cp311"}})
+setup(ext_modules=[KERNELS], options={"bdist_wheel": {"py_limited_api": "cp311"}} if LIMITED_API else {})

@@ -1,7 +1,9 @@
 """What is shipped: the wheel's contents, what its torch-free half needs, and the names it exports."""
 
+import ctypes
 import importlib
 import importlib.metadata
+import os
 import pkgutil
 import shutil
 import subprocess
@@ -16,6 +18,7 @@ import pytest
 
 import rlbatch
 import rlbatch_kernels
+from rlbatch_kernels import c_library
 
 ROOT = Path(__file__).parent.parent
 SOURCES = ("setup.py", "pyproject.toml", "README.md", "LICENSE", "rlbatch", "kernels")
@@ -104,6 +107,17 @@ def test_wheel_holds_every_source_and_data_file(wheel: Path) -> None:
     assert {"rlbatch/py.typed", "rlbatch_kernels/py.typed"} <= expected
     shipped = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     assert shipped - {"rlbatch_kernels/csrc/kernels.abi3.so"} == expected
+
+
+COMPILERS = (*os.environ.get("CC", "").split()[:1], "cc", "gcc", "clang")
+
+
+@pytest.mark.skipif(not any(map(shutil.which, COMPILERS)), reason="there is no C compiler")
+def test_where_there_is_a_compiler_the_c_kernels_are_built_and_load(wheel: Path, tmp_path: Path) -> None:
+    """The build is optional: sources that do not compile would else only skip every test of theirs."""
+    assert c_library.missing() is None
+    library = zipfile.ZipFile(wheel).extract("rlbatch_kernels/csrc/kernels.abi3.so", tmp_path)
+    assert ctypes.CDLL(library).rlb_interface() == c_library.INTERFACE
 
 
 def test_wheel_carries_the_licence(wheel: Path) -> None:

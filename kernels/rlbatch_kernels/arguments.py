@@ -66,6 +66,13 @@ class Trained:
             found += index * stride
         return found
 
+    def positions(self) -> Tensor:
+        """[N] int64: each trained position, counted through the leading axes in row-major order."""
+        flat = torch.zeros_like(self.target_ids)
+        for index, size in zip(self.where, (1, *self.shape), strict=True):
+            flat = flat * size + index
+        return flat
+
     def zero_elsewhere(self, out: Tensor) -> None:
         """Fill with 0 the rows of `out` [..., X] that are not trained."""
         if self.num_tokens == self.shape.numel():
@@ -98,6 +105,20 @@ def require_tensor(name: str, value: object, dtypes: tuple[torch.dtype, ...]) ->
             f"{name}: found shape {list(value.shape)} over a freed storage of 0 bytes (a sharded parameter "
             "outside its module's forward?), expected a tensor with data"
         )
+
+
+def may_overlap(value: Tensor) -> bool:
+    """Whether two elements may share a place in memory; True also for some exotic strides where none do.
+
+    Example:
+        [300].expand(3, 300) -> True; [3, 300].t() -> False
+    """
+    span = 1
+    for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
+        if size > 1 and stride < span:
+            return True
+        span += (size - 1) * stride
+    return False
 
 
 def require_shape(name: str, value: Tensor, expected: tuple[int, ...], meaning: str) -> None:

@@ -115,12 +115,6 @@ def level() -> int:
     return int(library().rlb_num_levels()) - 1
 
 
-def level_name(number: int) -> str:
-    """`baseline`, `avx2` or `avx512`."""
-    name: bytes = library().rlb_level_name(number)
-    return name.decode()
-
-
 def num_threads(num_elements: int) -> int:
     """Threads for a pass over `num_elements`, never more than torch uses."""
     return max(1, min(torch.get_num_threads(), num_elements // ELEMENTS_A_THREAD))
@@ -138,7 +132,8 @@ def _path() -> Path:
             return path
     raise LibraryMissingError(
         "the C library was not built at installation (no C compiler then?); "
-        "install gcc or clang, then install again"
+        "install gcc or clang, then install again with pip's --force-reinstall --no-cache-dir, "
+        "which otherwise takes the wheel it has kept"
     )
 
 

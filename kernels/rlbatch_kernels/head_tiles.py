@@ -1,7 +1,9 @@
 """The lm_head in tiles, for the forms of `linear_logprobs` that see a vocabulary otherwise than whole.
 
-Forward and backward use the same tiles, so that a logit computed again is the same to the bit. Knows nothing
-of what is done with the logits.
+Forward and backward use the same tiles, so that a logit computed again is the same to the bit. All tiles of
+tokens have one height, the last filled up with zeros, so that a token's logits do not depend, to the bit, on
+how many others there are. Factors are always widened, unlike those of `linear`, whose logits may be bfloat16.
+Knows nothing of what is done with the logits.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,12 +14,11 @@ import torch
 from torch import Tensor
 
 from rlbatch_kernels.arguments import Trained
+from rlbatch_kernels.gemm import product
+from rlbatch_kernels.linear import VOCAB_TILE
 from rlbatch_kernels.reference import compute_dtype
 from rlbatch_kernels.shaping import Shaping
 from rlbatch_kernels.softmax import Softmax
-
-VOCAB_TILE = 4096
-"""Columns of a tile."""
 
 GradOf: TypeAlias = Callable[[Tensor, slice, slice], Tensor]
 """(logits [n, v], rows, columns) -> gradient of the loss to them; may overwrite the logits."""
@@ -28,7 +29,9 @@ class HeadTiles:
     """The head, and the trained rows it is applied to."""
 
     hidden: Tensor
-    """[N, D] trained rows, in the dtype they came in."""
+    """[M, D] the trained rows in their own dtype, then zeros; M is the multiple of `token_tile` from N up."""
+    num_tokens: int
+    """N."""
     weight: Tensor
     """[V, D]."""
     bias: Tensor | None
@@ -50,8 +53,10 @@ class HeadTiles:
     ) -> "HeadTiles":
         """Of hidden [..., D], weight [V, D] and bias [V] the trained rows."""
         hidden, weight, bias = tensors
+        padding = -trained.num_tokens % token_tile
         return cls(
-            hidden=trained.gather(hidden),
+            hidden=torch.nn.functional.pad(trained.gather(hidden), (0, 0, 0, padding)),
+            num_tokens=trained.num_tokens,
             weight=weight,
             bias=bias,
             shaping=shaping,
@@ -61,8 +66,8 @@ class HeadTiles:
 
     def rows(self) -> Iterator[slice]:
         """The tiles of tokens."""
-        for first in range(0, self.hidden.shape[0], self.token_tile):
-            yield slice(first, min(first + self.token_tile, self.hidden.shape[0]))
+        for first in range(0, self.num_tokens, self.token_tile):
+            yield slice(first, min(first + self.token_tile, self.num_tokens))
 
     def columns(self) -> Iterator[slice]:
         """The tiles of the vocabulary."""
@@ -71,7 +76,8 @@ class HeadTiles:
 
     def logits(self, rows: slice, columns: slice) -> Tensor:
         """[n, v], scaled and capped."""
-        logits = self.hidden[rows].to(self.dtype) @ self.weight[columns].to(self.dtype).t()
+        whole = self.hidden[rows.start : rows.start + self.token_tile].to(self.dtype)
+        logits = product(whole, self.weight[columns].to(self.dtype))[: rows.stop - rows.start]
         if self.bias is not None:
             logits += self.bias[columns].to(self.dtype)
         return self.shaping.apply(logits)
@@ -82,7 +88,9 @@ class HeadGradients:
 
     def __init__(self, head: HeadTiles, wanted: tuple[bool, ...]) -> None:
         self._head = head
-        self.hidden = torch.zeros_like(head.hidden, dtype=head.dtype) if wanted[0] else None
+        self.hidden = (
+            torch.zeros_like(head.hidden[: head.num_tokens], dtype=head.dtype) if wanted[0] else None
+        )
         self.weight = torch.empty_like(head.weight) if wanted[1] else None
         self.bias = torch.empty_like(head.bias) if head.bias is not None and wanted[2] else None
 

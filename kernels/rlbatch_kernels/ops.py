@@ -12,6 +12,7 @@ from rlbatch_kernels import backends
 from rlbatch_kernels.arguments import (
     LOGIT_DTYPES,
     Trained,
+    may_overlap,
     require_device,
     require_scale,
     require_shape,
@@ -70,8 +71,9 @@ def token_logprobs(
         mask: [...] bool, True = trained. Elsewhere the logprob is 0, without gradient, whatever the logits.
         soft_cap: logits become cap * tanh(logits / cap) first; None = as they are.
         vocab_mask: [V] bool; False excludes a column, as a logit of -inf does. None = every column counts.
-        in_place_backward: the backward writes the gradient over the logits, which must then not be a leaf,
-            and which nothing else may have kept for its own backward (torch raises where something has).
+        in_place_backward: the backward writes the gradient over the logits, which must then be no leaf and
+            not expanded, and which nothing else may have kept for its own backward (torch raises where
+            something has).
         backend: `auto`, `c`, `triton` or `torch`; see `last_backend`.
         kept: renormalise over a set of the vocabulary at each position (`Truncation`, `KeptIds`). A target
             outside its set has logprob -inf, without gradient.
@@ -88,7 +90,7 @@ def token_logprobs(
             that is out of range.
         TokenRangeError: a trained id outside [0, V); names the first positions and ids.
         BackendError: a backend asked for by name that cannot serve.
-        GroupError: targets or temperatures that differ between the ranks of `group`.
+        GroupError: masks, targets or temperatures that differ between the ranks of `group`.
         NotImplementedError: `kept` together with `group`, or either with `in_place_backward`.
 
     Example:
@@ -198,7 +200,7 @@ def linear_logprobs(
         ScaleError: temperature (at a trained position), logit_scale or soft_cap not finite and above 0, or a
             rule of `kept` out of range.
         TokenRangeError: a trained id outside [0, V); names the first positions and ids.
-        GroupError: targets or temperatures that differ between the ranks of `group`.
+        GroupError: masks, targets or temperatures that differ between the ranks of `group`.
         NotImplementedError: `kept` together with `group`, or either with logits in bfloat16.
 
     Example:
@@ -253,6 +255,12 @@ def _plan(
         raise DtypeError(
             "logits: found a leaf that requires grad with in_place_backward=True, expected the output of a "
             "model: a leaf's own values would be lost"
+        )
+    if in_place and may_overlap(logits):
+        raise DtypeError(
+            f"logits: found shape {list(logits.shape)} with strides {list(logits.stride())} and "
+            "in_place_backward=True, expected every element in a place of its own (not expanded): "
+            "gradients of elements that share one would overwrite each other"
         )
     vocab_size = _vocab_size("logits", logits.shape[-1], group)
     trained = select_trained(target_ids, mask, temperature, vocab_size=vocab_size, like=("logits", logits))

@@ -15,10 +15,24 @@ from torch import Tensor
 
 @functools.cache
 def missing() -> str | None:
-    """Why Triton's kernels cannot be used; None where they can. Does not import it."""
+    """Why Triton's kernels cannot be used; None where they can. Tried once, where there is a CUDA device."""
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed (torch for CUDA brings the version that it needs)"
+    if not torch.cuda.is_available():
+        return None
+    try:
+        try_launch()
+    # Whatever it is (no C compiler, a driver or device that is too old), torch can serve.
+    except Exception as error:
+        return f"a kernel of one store does not run: {type(error).__name__}: {error}"
     return None
+
+
+def try_launch() -> None:
+    """Compile and launch a kernel of one store. Does not wait for it: a CUDA graph may be being recorded."""
+    from rlbatch_kernels.triton_jit import trial
+
+    trial.store_one[(1,)](torch.empty(1, dtype=torch.int32, device="cuda"))
 
 
 @functools.cache

@@ -2,13 +2,14 @@
 
 Who has what: targets, mask, temperature and hidden states are whole and equal on every rank of the group;
 logits, weight and bias are a rank's own columns. Every rank gets the same logprobs, to the bit.
-Who reduces what: the values take one all_gather of [5, N] float64, combined in the order of the ranks. The
+Who reduces what: the values take one all_gather of [6, N] float64, combined in the order of the ranks, after
+one of a single int64 a rank: collectives of other sizes would end the process, so N is compared first. The
 gradients of logits, weight and bias are those of the rank's own columns and need no one else. The gradient of
 hidden is a sum over all columns: the backward takes one all_reduce for it, so every rank has the whole of it
 and nobody must reduce it again. The gradient that comes back to the logprobs must be equal on every rank.
 
-An error that only one rank raises leaves the others waiting, as in every
-collective; those about the group itself are raised on all.
+An error that only one rank raises leaves the others waiting, as in every collective; those about the group
+itself are raised on all.
 """
 
 import math
@@ -56,9 +57,7 @@ class VocabGroup:
             ranks with 4, 4 and 3 columns: V is 11, and the last one's first column is 8
         """
         mine = torch.tensor([num_columns], dtype=torch.int64, device=device)
-        parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(process_group))]
-        dist.all_gather(parts, mine, group=process_group)
-        sizes = tuple(int(part) for part in parts)
+        sizes = tuple(_gathered(mine, process_group).flatten().tolist())
         if min(sizes) < 1:
             raise ShapeError(f"num_columns: found {list(sizes)} by rank, expected at least 1 on each")
         return cls(process_group=process_group, sizes=sizes, rank=dist.get_rank(process_group))
@@ -72,6 +71,10 @@ class VocabGroup:
     def first_column(self) -> int:
         """Id that this rank's column 0 stands for."""
         return sum(self.sizes[: self.rank])
+
+    def gather(self, mine: Tensor) -> Tensor:
+        """[ranks, ...]: what each rank has given, in the order of the ranks; one collective."""
+        return _gathered(mine, self.process_group)
 
     def require_own(self, name: str, num_columns: int) -> None:
         """Refuse an argument that is not this rank's share.
@@ -171,17 +174,30 @@ class ShardedLinearLogprobs(torch.autograd.Function):
         return grads.hidden_like(hidden, trained), grads.weight, grads.bias, None, None, None
 
 
+def _gathered(mine: Tensor, process_group: dist.ProcessGroup) -> Tensor:
+    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(process_group))]
+    dist.all_gather(parts, mine, group=process_group)
+    return torch.stack(parts)
+
+
 def combine(softmax: Softmax, trained: Trained, group: VocabGroup) -> None:
-    """Make the sums over a rank's own columns those over all, in place; the one collective of a forward.
+    """Make the sums over a rank's own columns those over all, in place; the collectives of a forward.
 
     Raises:
-        GroupError: targets or temperatures that differ between the ranks; on every rank alike.
+        GroupError: masks, targets or temperatures that differ between the ranks; on every rank alike.
     """
     ids = trained.target_ids
-    mine = torch.stack([softmax.maximum, softmax.total, softmax.target, ids.double(), trained.temperature])
-    parts = [torch.empty_like(mine) for _ in group.sizes]
-    dist.all_gather(parts, mine, group=group.process_group)
-    table = torch.stack(parts)
+    counts = group.gather(ids.new_tensor(ids.numel())).tolist()
+    if len(set(counts)) > 1:
+        raise GroupError(f"mask: found {counts} trained tokens by rank, {_same_on_all(group)}")
+    table = group.gather(
+        torch.stack(
+            [
+                *(softmax.maximum, softmax.total, softmax.target),
+                *(trained.positions().double(), ids.double(), trained.temperature),
+            ]
+        )
+    )
     _require_equal(table[:, 3:], group)
     softmax.maximum = table[:, 0].amax(dim=0)
     # As in the sum over tiles: where every logit is -inf any finite number serves.
@@ -195,13 +211,17 @@ def combine(softmax: Softmax, trained: Trained, group: VocabGroup) -> None:
 
 
 def _require_equal(table: Tensor, group: VocabGroup) -> None:
-    """Refuse [ranks, 2, N] ids and temperatures that are not the same on every rank."""
+    """Refuse [ranks, 3, N] positions, ids and temperatures that are not the same on every rank."""
     apart = (table != table[:1]).any(dim=0)
     if not bool(apart.any()):
         return
     column, token = apart.nonzero()[0].tolist()
-    name = ("target_ids", "temperature")[column]
+    name = ("mask (flat position)", "target_ids", "temperature")[column]
     raise GroupError(
-        f"{name}: found {table[:, column, token].tolist()} by rank at trained token {token}, expected the "
-        f"same on all {len(group.sizes)} ranks: do they share the batch, or only the weights?"
+        f"{name}: found {table[:, column, token].tolist()} by rank at trained token {token}, "
+        f"{_same_on_all(group)}"
     )
+
+
+def _same_on_all(group: VocabGroup) -> str:
+    return f"expected the same on all {len(group.sizes)} ranks: do they share the batch, or only the weights?"

@@ -29,7 +29,10 @@ NAN = math.nan
 @pytest.fixture(params=["baseline", "avx2", "avx512"])
 def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Each level that was compiled and that this processor has."""
-    names = [c_library.level_name(number) for number in range(c_library.library().rlb_num_levels())]
+    names = [
+        c_library.library().rlb_level_name(number).decode()
+        for number in range(c_library.library().rlb_num_levels())
+    ]
     if request.param not in names:
         pytest.skip(f"this processor or build has {', '.join(names)} only")
     monkeypatch.setattr(c_library, "level", lambda: names.index(request.param))

@@ -169,6 +169,22 @@ def test_a_gradient_in_place_of_a_leaf_is_refused() -> None:
     everything(normal(2, 5), torch.tensor([0, 1]), in_place_backward=True)
 
 
+@pytest.mark.parametrize(
+    "shared",
+    [
+        lambda leaf: leaf.reshape(-1)[:5].expand(3, 5),
+        # Windows of five, each shifted by two.
+        lambda leaf: leaf.reshape(-1).as_strided((3, 5), (2, 1)),
+    ],
+)
+def test_a_gradient_in_place_of_logits_that_share_memory_is_refused(shared) -> None:
+    logits = shared(normal(2, 5).requires_grad_() * 1.0)
+    ids, mask = torch.tensor([0, 1, 2]), torch.ones(3, dtype=torch.bool)
+    with pytest.raises(DtypeError, match=r"logits: found shape \[3, 5\] with strides .* a place of its own"):
+        token_logprobs(logits, ids, temperature=1.0, mask=mask, in_place_backward=True)
+    token_logprobs(logits, ids, temperature=1.0, mask=mask).sum().backward()
+
+
 def test_whoever_else_has_kept_the_logits_notices_a_gradient_in_place() -> None:
     leaf = normal(2, 5).requires_grad_()
     logits = leaf * 1.0

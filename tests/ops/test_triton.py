@@ -1,5 +1,6 @@
 """The Triton backend from outside: when it is imported, what refuses it, and its tests on the interpreter."""
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -24,6 +25,21 @@ sys.exit(int("triton" in sys.modules or "rlbatch_kernels.triton_jit" in sys.modu
 """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("error", [RuntimeError("Failed to find C compiler"), None])
+def test_triton_that_cannot_run_is_missing_with_the_reason(
+    error: Exception | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def launch() -> None:
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(triton_library, "try_launch", launch)
+    reason = "a kernel of one store does not run: RuntimeError: Failed to find C compiler"
+    assert triton_library.missing.__wrapped__() == (reason if error else None)
 
 
 @pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="the interpreter runs on the CPU")

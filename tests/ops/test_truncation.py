@@ -430,3 +430,13 @@ def test_a_set_over_a_sharded_vocabulary_is_refused() -> None:
             kept=Truncation(top_k=1),
             group=object(),
         )
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 65])
+def test_from_hidden_states_a_token_alone_has_the_same_bits_as_in_its_batch(count: int) -> None:
+    hidden, weight = normal(200, 96, scale=1, seed=1), normal(3000, 96, scale=0.2, seed=2)
+    ids, mask = torch.arange(200), torch.ones(200, dtype=torch.bool)
+    call: dict[str, Any] = {"temperature": 0.7, "kept": Truncation(top_k=0)}
+    together = linear_logprobs(hidden, weight, ids, mask=mask, **call)
+    alone = linear_logprobs(hidden[:count], weight, ids[:count], mask=mask[:count], **call)
+    assert torch.equal(alone, together[:count])

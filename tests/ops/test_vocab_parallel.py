@@ -88,9 +88,14 @@ def sharded(group: VocabGroup, soft_cap: float | None) -> dict[str, Tensor]:
 def refusals(group: VocabGroup) -> dict[str, str]:
     """What each mistake is answered with on this rank."""
     size, rank = group.sizes[group.rank], group.rank
-    mask = torch.ones(2, dtype=torch.bool)
-    ids = torch.tensor([5, 700])
+    every, ids = torch.ones(2, dtype=torch.bool), torch.tensor([5, 700])
     mistakes: dict[str, Any] = {
+        # Rank 0 trains one token more; then as many as the others, but another one with the same target.
+        "count": ((torch.zeros(2, size), ids), {"temperature": 1.0, "mask": torch.tensor([rank == 0, True])}),
+        "mask": (
+            (torch.zeros(2, size), torch.tensor([5, 5])),
+            {"temperature": 1.0, "mask": torch.tensor([rank == 0, rank > 0])},
+        ),
         # A batch of one's own: data parallel, not tensor parallel.
         "ids": ((torch.zeros(2, size), ids + rank), {"temperature": 1.0}),
         "temperature": ((torch.zeros(2, size), ids), {"temperature": 1.0 + rank}),
@@ -99,7 +104,7 @@ def refusals(group: VocabGroup) -> dict[str, str]:
     told = {}
     for name, (arguments, options) in mistakes.items():
         try:
-            token_logprobs(*arguments, mask=mask, group=group, **options)
+            token_logprobs(*arguments, group=group, **{"mask": every, **options})
         except (GroupError, ShapeError) as error:
             told[name] = f"{type(error).__name__}: {error}"
     try:
@@ -109,12 +114,23 @@ def refusals(group: VocabGroup) -> dict[str, str]:
     return told
 
 
+def same_bits(group: VocabGroup) -> list[bool]:
+    """Whether the first tokens of 200 have, without the others, the logprobs that they have among them."""
+    hidden, weight = normal(200, 96), normal(group.sizes[group.rank], 96, scale=0.2, seed=1)
+    ids, mask = torch.arange(200), torch.ones(200, dtype=torch.bool)
+    call: dict[str, Any] = {"temperature": 0.7, "group": group}
+    together = linear_logprobs(hidden, weight, ids, mask=mask, **call)
+    alone = {n: linear_logprobs(hidden[:n], weight, ids[:n], mask=mask[:n], **call) for n in (1, 2, 3, 7, 65)}
+    return [torch.equal(found, together[:n]) for n, found in alone.items()]
+
+
 def rank_main(rank: int, world: int, folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=world)
     group = VocabGroup.of(dist.group.WORLD, SIZES[world][rank], device="cpu")
     answer: dict[Any, Any] = {cap: sharded(group, cap) for cap in SOFT_CAPS}
     answer["poisoned"] = poisoned(group)
+    answer["bits"] = same_bits(group)
     answer["refusals"] = refusals(group)
     answer["facts"] = (group.vocab_size, group.first_column)
     torch.save(answer, folder / f"{rank}.pt")
@@ -184,10 +200,19 @@ def test_what_is_not_finite_on_one_rank_is_nan_on_all(answers: list[dict[Any, An
         assert answer["poisoned"][0].item() == pytest.approx(-math.log(VOCAB_SIZE), abs=1e-6)
 
 
+def test_a_token_alone_has_the_same_bits_as_in_its_batch(answers: list[dict[Any, Any]]) -> None:
+    for answer in answers:
+        assert answer["bits"] == [True] * 5
+
+
 def test_ranks_that_disagree_are_told_so_on_every_rank(answers: list[dict[Any, Any]]) -> None:
     ranks = range(len(answers))
     for rank, answer in enumerate(answers):
         told = answer["refusals"]
+        counts = [2, *[1] * (len(answers) - 1)]
+        assert f"GroupError: mask: found {counts} trained tokens by rank, expected the same" in told["count"]
+        places = [0.0, *[1.0] * (len(answers) - 1)]
+        assert f"GroupError: mask (flat position): found {places} by rank at trained token 0" in told["mask"]
         assert f"GroupError: target_ids: found {[5.0 + at for at in ranks]} by rank at trained" in told["ids"]
         assert f"GroupError: temperature: found {[1.0 + at for at in ranks]} by rank" in told["temperature"]
         size = SIZES[len(answers)][rank]

@@ -12,6 +12,7 @@
 #include <stdlib.h>
 #include <string.h>
 #if defined(__x86_64__)
+#include <cpuid.h>
 #include <immintrin.h>
 #endif
 
@@ -104,13 +105,23 @@ static const struct level LEVELS[] = {
 #endif
 };
 
+#ifdef HAVE_X86_LEVELS
+/* Not every compiler's __builtin_cpu_supports knows the name "f16c". */
+static int has_f16c(void) {
+    unsigned a, b, c, d;
+    return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+}
+#endif
+
 EXPORT int rlb_interface(void) { return INTERFACE; }
 
 /* How many levels this processor has; the last one is the best. */
 EXPORT int rlb_num_levels(void) {
 #ifdef HAVE_X86_LEVELS
     __builtin_cpu_init();
-    if (!(__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))) return 1;
+    if (!(__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+          __builtin_cpu_supports("bmi2") && has_f16c()))
+        return 1;
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
         return 3;
