@@ -5,8 +5,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rlbatch.errors import RecordError
-from rlbatch.faults.planting import Fault
+from rlbatch.faults.planting import Fault, NoPlaceError
 from rlbatch.records import Sample
 
 TRAINER_VERSION = 100
@@ -32,10 +31,10 @@ class SetFault:
         """A list with `share` of the samples spoilt, at least one.
 
         Raises:
-            RecordError: there are fewer than `min_samples`.
+            NoPlaceError: there are fewer than `min_samples`.
         """
         if len(samples) < self.min_samples:
-            raise RecordError(
+            raise NoPlaceError(
                 f"plant: expected at least {self.min_samples} samples for {self.code!r}, found {len(samples)}"
             )
         count = max(1, round(share * len(samples)))
