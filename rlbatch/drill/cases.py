@@ -121,8 +121,11 @@ def _set_case(
     fault: SetFault | Fault, case: int, pool: Pool, scores: Scores, rng: np.random.Generator
 ) -> Drilled:
     """A fault of the list: every row counts as spoilt."""
-    rows = in_run(_few(pool.able, rng))
-    planted = fault.plant(rows, rng, share=_share(case))
+    is_drift = CATALOGUE[fault.code].level == "drift"
+    # Current and older tokens are each so many.
+    drawn = _some(pool.alike, rng, 3 * DRIFT_TOKENS) if is_drift else _few(pool.able, rng)
+    rows = in_run(drawn)
+    planted = fault.plant(rows, rng, share=1.0 if fault.code in ALWAYS_ALL else _share(case))
     found = findings_of(planted, scores, layout="packed", set_up=RUN)
     said = told(fault.code, found, set(range(len(planted))))
     return Drilled(code=fault.code, told=said, before=rows, after=planted, findings=found)
