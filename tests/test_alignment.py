@@ -9,7 +9,8 @@ import torch
 from builders import provenance, sample
 
 from rlbatch.alignment import Judge, Limits, measure, require_aligned
-from rlbatch.alignment.drift import age_of
+from rlbatch.alignment.drift import Drift, age_of, drift_findings
+from rlbatch.alignment.measure import COLUMN
 from rlbatch.collate import collate
 from rlbatch.errors import AlignmentError, RecordError
 from rlbatch.records import SamplingParams, VersionSpan
@@ -232,6 +233,63 @@ def test_older_and_unknown_versions_only_warn_broken_down_by_age():
         severity = "error" if version == trainer_version else "warning"
         assert codes(verdict) == [("kld-high", severity)]
         assert any(name in key for key in verdict.metrics)
+
+
+def aged_findings(kld_of, *, num_tokens=2000, spread=0.5, seed=0):
+    """Findings of the aggregate of segments of 50 tokens: `kld_of` says the mean capped k3 of each age."""
+    rng = np.random.default_rng(seed)
+    drift = Drift()
+    for age, kld in kld_of.items():
+        rows = np.zeros((num_tokens // 50, len(COLUMN)))
+        rows[:, COLUMN["num_compared"]] = 50
+        rows[:, COLUMN["sum_k3_capped"]] = 50 * kld * rng.uniform(1 - spread, 1 + spread, len(rows))
+        drift.add_rows(rows, np.full(len(rows), age))
+    return list(drift_findings(drift.by_age, Limits()))
+
+
+def test_a_kld_that_rises_with_age_is_stale_by_so_much_a_version():
+    found = aged_findings({0: 0.002, 1: 0.012, 2: 0.022, 4: 0.042}, spread=0.0)
+    assert [(each.code, each.severity) for each in found] == [("stale", "warning")]
+    assert "rises by 0.01 nats a version: 0.002 over 2000 current tokens, 0.012 at lag 1" in found[0].found
+    assert "over 6000 older tokens" in found[0].found
+    assert [each.code for each in aged_findings({0: 0.002, 1: 0.012, 2: 0.022, 4: 0.042})] == ["stale"]
+
+
+@pytest.mark.parametrize(
+    ("kld_of", "how"),
+    [
+        ({0: 0.02, 1: 0.02, 4: 0.02}, {}),
+        ({0: 0.04, 1: 0.02, 4: 0.01}, {}),
+        # Sure, and too small to matter: 0.008 nats in four versions.
+        ({0: 0.002, 4: 0.010}, {"spread": 0.0}),
+        # Large enough, and not sure: 20 segments on each side, whose sums differ by more.
+        ({0: 0.02, 1: 0.031}, {"num_tokens": 1000, "spread": 1.0, "seed": 3}),
+        ({0: 0.002, 4: 0.042}, {"num_tokens": 950}),
+        # Nothing is current; or the age is unknown.
+        ({1: 0.002, 4: 0.042}, {}),
+        ({0: 0.002, -1: 0.042}, {}),
+    ],
+)
+def test_old_data_without_a_sure_rise_is_not_stale(kld_of, how):
+    assert aged_findings(kld_of, **how) == []
+
+
+def test_where_current_tokens_are_off_as_well_age_is_not_blamed():
+    assert "stale" not in {each.code for each in aged_findings({0: 0.06, 4: 0.2}, spread=0.0)}
+
+
+def test_how_sure_a_mean_is_by_hand():
+    # Segments of 10 tokens with sums 1 and 3: mean 0.2, (1 - 2)^2 + (3 - 2)^2 over 20^2.
+    rows = np.zeros((2, len(COLUMN)))
+    rows[:, COLUMN["num_compared"]] = 10
+    rows[:, COLUMN["sum_k3_capped"]] = [1, 3]
+    whole, parts = Drift(), [Drift(), Drift()]
+    whole.add_rows(rows, np.zeros(2, np.int64))
+    for part, row in zip(parts, rows, strict=True):
+        part.add_rows(row[None], np.zeros(1, np.int64))
+    parts[0].merge(parts[1])
+    for drift in (whole, parts[0]):
+        assert drift.total().kld_variance() == pytest.approx(2 / 400)
 
 
 def test_ages_count_versions_and_the_future_is_unknown():

@@ -275,6 +275,38 @@ def test_a_fault_without_a_place_is_said_to_have_none(model, monkeypatch):
     assert (tally.no_place, tally.planted) == (["shifted"], 2)
 
 
+def test_stale_rows_are_told_by_their_age_and_the_same_ages_without_drift_are_silent(model, pool):
+    scores = scores_of(model, pool)
+    for case in range(2):
+        drilled = cases.one_case(SET_FAULTS["stale"], case, pool, scores, DrillOptions(cases=2))
+        assert {each.code for each in drilled.findings} == {"stale"}
+        clean = [
+            replace(new, inference_logprobs=old.inference_logprobs)
+            for new, old in zip(drilled.after, drilled.before, strict=True)
+        ]
+        assert findings_of(clean, scores, layout="packed", set_up=cases.RUN) == ()
+
+
+def test_a_drill_in_which_nothing_was_planted_has_not_passed(model, monkeypatch):
+    assert not Tally().passed
+    rows = [sample([1, 5], [7] * 4, [-1.0] * 4, trajectory_id=f"t{i}") for i in range(2)]
+    pool = Pool(samples=tuple(rows), able=tuple(rows), alike=tuple(rows))
+    monkeypatch.setattr(run, "the_faults", few_faults("shifted"))
+    tally = run_drill(pool, scores_of(model, pool), DrillOptions(cases=2))
+    assert (tally.planted, tally.false_alarms, tally.no_place) == (0, 0, ["shifted"])
+    assert not tally.passed
+
+
+def test_a_refusal_that_is_not_of_planting_is_no_missing_place(model, pool, monkeypatch):
+    def refuses(*rest, **options):
+        raise RecordError("collate: this list it will not take")
+
+    monkeypatch.setattr(run, "the_faults", few_faults("logprob-missing"))
+    monkeypatch.setattr(cases, "findings_of", refuses)
+    with pytest.raises(RecordError, match="this list it will not take"):
+        run_drill(pool, scores_of(model, pool), DrillOptions(cases=1))
+
+
 # -- the command -------------------------------------------------------------------------------------------
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from rlbatch.alignment.limits import CLEAN_MEAN, OUTSIDE_SHARE, Limits
+from rlbatch.alignment.limits import CLEAN_MEAN, OUTSIDE_SHARE, STALE_ERRORS, STALE_LEAST, Limits
 from rlbatch.alignment.measure import COLUMN
 from rlbatch.catalogue import finding
 from rlbatch.errors import Finding
@@ -28,6 +28,12 @@ class Sums:
     sum_abs_log_ratio: float = 0.0
     sum_k3: float = 0.0
     sum_k3_capped: float = 0.0
+    sum_segment_k3_squared: float = 0.0
+    """Over segments: their capped k3, squared. This and the next two say how sure the mean is."""
+    sum_segment_k3_count: float = 0.0
+    """Over segments: their capped k3 times their tokens."""
+    sum_segment_count_squared: float = 0.0
+    """Over segments: their tokens, squared."""
     sum_ratio: float = 0.0
     max_abs_log_ratio: float = 0.0
     num_confident_disagreements: float = 0.0
@@ -43,6 +49,9 @@ class Sums:
         self.sum_abs_log_ratio += other.sum_abs_log_ratio
         self.sum_k3 += other.sum_k3
         self.sum_k3_capped += other.sum_k3_capped
+        self.sum_segment_k3_squared += other.sum_segment_k3_squared
+        self.sum_segment_k3_count += other.sum_segment_k3_count
+        self.sum_segment_count_squared += other.sum_segment_count_squared
         self.sum_ratio += other.sum_ratio
         self.max_abs_log_ratio = max(self.max_abs_log_ratio, other.max_abs_log_ratio)
         self.num_confident_disagreements += other.num_confident_disagreements
@@ -57,6 +66,20 @@ class Sums:
     def mean(self, total: float) -> float:
         """0 where there are no tokens."""
         return total / self.num_tokens if self.num_tokens else 0.0
+
+    def kld_variance(self) -> float:
+        """Of the mean capped k3, nats squared: tokens of one segment are not independent, segments are.
+
+        Example:
+            segments of 10 tokens with sums 1 and 3: mean 0.2, variance (1 + 1) / 20^2 = 0.005
+        """
+        mean = self.mean(self.sum_k3_capped)
+        spread = (
+            self.sum_segment_k3_squared
+            - 2 * mean * self.sum_segment_k3_count
+            + mean**2 * self.sum_segment_count_squared
+        )
+        return max(self.mean(self.mean(spread)), 0.0)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -109,7 +132,7 @@ def age_of(version: int, trainer_version: int | None) -> int:
 
 
 def drift_findings(by_age: Mapping[int, Sums], limits: Limits) -> Iterator[Finding]:
-    """`kld-high` for each age with enough tokens; an error only for current ones."""
+    """`kld-high` for each age with enough tokens, an error only for current ones; and `stale`."""
     for age, sums in sorted(by_age.items()):
         kld = sums.mean(sums.sum_k3_capped)
         if sums.num_tokens < limits.min_tokens or kld <= limits.kld_warning:
@@ -124,6 +147,44 @@ def drift_findings(by_age: Mapping[int, Sums], limits: Limits) -> Iterator[Findi
             f"uncapped {sums.mean(sums.sum_k3):.4g}, "
             f"mean |log_ratio| {sums.mean(sums.sum_abs_log_ratio):.4g}",
         )
+    stale = stale_finding(by_age, limits)
+    if stale is not None:
+        yield stale
+
+
+def stale_finding(by_age: Mapping[int, Sums], limits: Limits) -> Finding | None:
+    """`stale`, where the capped KLD rises with the age of the data while current tokens are clean."""
+    old = {age: sums for age, sums in by_age.items() if age > 0 and sums.num_tokens}
+    current = by_age.get(0, Sums())
+    kld = current.mean(current.sum_k3_capped)
+    num_old = sum(sums.num_tokens for sums in old.values())
+    if min(current.num_tokens, num_old) < limits.min_tokens or kld > limits.kld_warning:
+        return None
+    slope, error = _rise({0: current} | old)
+    if slope < STALE_ERRORS * error or slope * max(old) < STALE_LEAST:
+        return None
+    means = ", ".join(
+        f"{sums.mean(sums.sum_k3_capped):.3g} at lag {age}" for age, sums in sorted(old.items())
+    )
+    return finding(
+        "stale",
+        severity="warning",
+        expected="a capped inference KLD that does not depend on the version lag",
+        found=f"it rises by {slope:.3g} nats a version: {kld:.3g} over {int(current.num_tokens)} current "
+        f"tokens, {means}; over {int(num_old)} older tokens",
+    )
+
+
+def _rise(by_age: Mapping[int, Sums]) -> tuple[float, float]:
+    """Nats a version by least squares, each age weighted by how sure its mean is; and its standard error."""
+    ages = np.array(list(by_age), float)
+    klds = np.array([sums.mean(sums.sum_k3_capped) for sums in by_age.values()])
+    variances = np.array([sums.kld_variance() for sums in by_age.values()])
+    # Where an age shows no spread, its mean still has the rounding of its sums.
+    weights = 1 / (variances + np.finfo(np.float32).eps ** 2)
+    apart = ages - np.average(ages, weights=weights)
+    information = float((weights * apart**2).sum())
+    return float((weights * apart * klds).sum()) / information, information**-0.5
 
 
 def metrics(drift: Drift, num_excluded_segments: int) -> dict[str, float]:
@@ -153,12 +214,16 @@ def _sums(rows: NDArray[np.float64]) -> Sums:
     def total(name: str) -> float:
         return float(rows[:, COLUMN[name]].sum())
 
+    k3, count = rows[:, COLUMN["sum_k3_capped"]], rows[:, COLUMN["num_compared"]]
     return Sums(
         num_tokens=total("num_compared"),
         sum_log_ratio=total("sum_log_ratio"),
         sum_abs_log_ratio=total("sum_abs_log_ratio"),
         sum_k3=total("sum_k3"),
         sum_k3_capped=total("sum_k3_capped"),
+        sum_segment_k3_squared=float((k3**2).sum()),
+        sum_segment_k3_count=float((k3 * count).sum()),
+        sum_segment_count_squared=float((count**2).sum()),
         sum_ratio=total("sum_ratio"),
         max_abs_log_ratio=float(rows[:, COLUMN["max_abs_log_ratio"]].max()),
         num_confident_disagreements=total("num_confident_disagreements"),

@@ -35,6 +35,12 @@ class Limits:
             raise RecordError(f"Limits: expected a finite rank_timeout above 0, found {self.rank_timeout}")
 
 
+STALE_ERRORS, STALE_LEAST = 4.0, 0.01
+"""Standard errors by which the capped KLD must rise with age, and its least rise up to the oldest, nats.
+
+A third of the 0.03 that healthy runs reach: less is of no interest, however sure it is.
+"""
+
 CLEAN_MEAN = 0.02
 """Mean |log_ratio| of a segment, nats, below which it counts as judged however short: bf16 leaves 0.003."""
 

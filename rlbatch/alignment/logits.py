@@ -15,6 +15,7 @@ from torch import Tensor
 from rlbatch.batch import Batch
 from rlbatch.catalogue import finding
 from rlbatch.errors import AlignmentError, Where
+from rlbatch_kernels import RESIDUAL_CLIP
 
 LogitsFor: TypeAlias = Callable[[Batch, int, int, int], Tensor]
 """`logits_for(batch, index, start, stop) -> [stop - start, V]` float, on any device.
@@ -70,9 +71,8 @@ def require_same_rows(
     Raises:
         AlignmentError: `batch-mismatch`.
     """
-    clip = 4.0
-    between = np.minimum(np.abs(trainer - inference), clip).mean()
-    apart = min(np.minimum(np.abs(again - side), clip).mean() for side in (trainer, inference))
+    between = np.minimum(np.abs(trainer - inference), RESIDUAL_CLIP).mean()
+    apart = min(np.minimum(np.abs(again - side), RESIDUAL_CLIP).mean() for side in (trainer, inference))
     if len(again) >= 16 and apart > 0.5 and between < apart / 4:
         raise _refused(
             "logits of the rows asked for",

@@ -31,6 +31,7 @@ from rlbatch.alignment.measure import COLUMN
 from rlbatch.alignment.tournament import WIDTH_FLOOR, widths
 from rlbatch.catalogue import finding
 from rlbatch.errors import Finding
+from rlbatch_kernels import RESIDUAL_CLIP
 
 
 @dataclass(slots=True, kw_only=True)
@@ -88,7 +89,7 @@ class Pool:
 def prefix_differs(exhibits: Sequence[Exhibit]) -> Finding | None:
     """The first tokens of the turns are off, and the differences decay."""
     whole = joined(exhibits)
-    errors = np.minimum(np.abs(whole.inference - whole.stated), 4.0)
+    errors = np.minimum(np.abs(whole.inference - whole.stated), RESIDUAL_CLIP)
     scaled = np.minimum(errors / widths(whole.stated), PREFIX_WIDTHS)
     # Wild tokens are told by themselves, and a prefix that differs makes none.
     tame = errors < OUTLIER_TOKEN

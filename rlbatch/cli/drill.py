@@ -95,6 +95,8 @@ def _table(tally: Tally) -> Table:
 def _closing(tally: Tally) -> str:
     if tally.passed:
         return "passed: nothing was missed or misnamed, and nothing was said of clean rows"
+    if not tally.planted:
+        return "failed: these rollouts offer no place for any fault, so nothing was shown"
     if tally.false_alarms:
         return "failed: clean rows raised errors; `rlbatch audit` says whether they are clean"
     return "failed: a fault was missed or misnamed on this model and these rollouts"

@@ -14,7 +14,6 @@ from rlbatch.drill.layouts import layout_case
 from rlbatch.drill.pool import Pool
 from rlbatch.drill.scores import Scores
 from rlbatch.drill.tally import Drilled, told
-from rlbatch.errors import RecordError
 from rlbatch.faults import (
     FAULTS,
     LAYOUT_FAULTS,
@@ -24,6 +23,7 @@ from rlbatch.faults import (
     Fault,
     LayoutFault,
     ModelFault,
+    NoPlaceError,
     Scored,
     SetFault,
 )
@@ -73,6 +73,9 @@ def one_case(fault: AnyFault, case: int, pool: Pool, scores: Scores, options: Dr
         pool: the rows.
         scores: the trainer's model.
         options: how many tokens, and the seed.
+
+    Raises:
+        RecordError: the spoilt rows cannot be collated; ScoringError: or not scored.
     """
     rng = np.random.default_rng([options.seed, case, zlib.crc32(fault.code.encode())])
     try:
@@ -81,7 +84,7 @@ def one_case(fault: AnyFault, case: int, pool: Pool, scores: Scores, options: Dr
         if isinstance(fault, SetFault) or (isinstance(fault, Fault) and fault.code in SET_FAULTS):
             return _set_case(fault, case, pool, scores, rng)
         return _row_case(fault, case, pool, scores, rng, options)
-    except RecordError:
+    except NoPlaceError:
         return None
 
 
@@ -118,8 +121,11 @@ def _set_case(
     fault: SetFault | Fault, case: int, pool: Pool, scores: Scores, rng: np.random.Generator
 ) -> Drilled:
     """A fault of the list: every row counts as spoilt."""
-    rows = in_run(_few(pool.able, rng))
-    planted = fault.plant(rows, rng, share=_share(case))
+    is_drift = CATALOGUE[fault.code].level == "drift"
+    # Current and older tokens are each so many.
+    drawn = _some(pool.alike, rng, 3 * DRIFT_TOKENS) if is_drift else _few(pool.able, rng)
+    rows = in_run(drawn)
+    planted = fault.plant(rows, rng, share=1.0 if fault.code in ALWAYS_ALL else _share(case))
     found = findings_of(planted, scores, layout="packed", set_up=RUN)
     said = told(fault.code, found, set(range(len(planted))))
     return Drilled(code=fault.code, told=said, before=rows, after=planted, findings=found)

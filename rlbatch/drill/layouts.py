@@ -22,7 +22,7 @@ def layout_case(
     """The fault in the arrays of these rows, and what is said of them.
 
     Raises:
-        RecordError: they offer no place for it.
+        NoPlaceError: they offer no place for it.
     """
     clean, ranks = _clean_for(fault.code, rows)
     planted = fault.plant(clean, rng, share=share)

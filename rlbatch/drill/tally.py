@@ -9,7 +9,7 @@ from rlbatch.errors import Finding
 from rlbatch.faults import Scored
 from rlbatch.records import Sample
 
-DOUBTS = ("unexplained", "kld-high", "ratio-tail")
+NAMELESS = ("unexplained", "kld-high", "ratio-tail")
 """Codes that say something is wrong and not what: no name, right or wrong."""
 UNEXPLAINED = "unexplained"
 MISSED = "(nothing)"
@@ -38,7 +38,7 @@ def told(code: str, findings: Sequence[Finding], spoilt: set[int]) -> str:
     Another cause counts before the right one: a person who reads both is led astray.
     """
     codes = [found.code for found in findings if found.where.sample is None or found.where.sample in spoilt]
-    other = next((each for each in codes if each != code and each not in DOUBTS), None)
+    other = next((each for each in codes if each != code and each not in NAMELESS), None)
     if other is not None:
         return other
     if code in codes:
@@ -92,8 +92,8 @@ class Tally:
 
     @property
     def passed(self) -> bool:
-        """Nothing was missed or misnamed, and nothing was said of clean rows."""
-        return not (self.wrong or self.missed or self.false_alarms)
+        """Something was planted, nothing missed or misnamed, and nothing said of clean rows."""
+        return self.planted > 0 and not (self.wrong or self.missed or self.false_alarms)
 
     def as_json(self) -> dict[str, Any]:
         """The document of `rlbatch drill --format json`."""

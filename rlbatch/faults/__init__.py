@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 from rlbatch.faults.layout import LAYOUT, LayoutFault
 from rlbatch.faults.modelled import MODELLED
-from rlbatch.faults.planting import Fault, ModelFault, Score, Scored
+from rlbatch.faults.planting import Fault, ModelFault, NoPlaceError, Score, Scored
 from rlbatch.faults.routing import ROUTING
 from rlbatch.faults.sets import SETS, TRAINER_VERSION, SetFault
 from rlbatch.faults.shifts import SHIFTS, shift
@@ -26,6 +26,7 @@ __all__ = [
     "LayoutFault",
     "MODEL_FAULTS",
     "ModelFault",
+    "NoPlaceError",
     "ROUTING_FAULTS",
     "SET_FAULTS",
     "Score",

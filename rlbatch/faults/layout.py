@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlbatch.errors import RecordError
+from rlbatch.faults.planting import NoPlaceError
 from rlbatch.records import LayoutArrays
 
 Chosen = list[int]
@@ -30,14 +30,14 @@ class LayoutFault:
         """A copy with `share` of the sequences spoilt, at least one.
 
         Raises:
-            RecordError: the arrays offer no place for this fault.
+            NoPlaceError: the arrays offer no place for this fault.
         """
         num_sequences = len(_spans(arrays))
         count = max(1, round(share * num_sequences))
         chosen = sorted(rng.choice(num_sequences, count, replace=False).tolist())
         planted = self.corrupt(arrays, chosen)
         if planted is arrays:
-            raise RecordError(f"plant: expected a place for {self.code!r}, found none")
+            raise NoPlaceError(f"plant: expected a place for {self.code!r}, found none")
         return planted
 
 

@@ -21,6 +21,10 @@ GroupCorruption = Callable[[Sequence[Sample], np.random.Generator], list[Sample]
 """The same for faults that need several samples at once; those without a place come back as they are."""
 
 
+class NoPlaceError(RecordError):
+    """Good data that offers no place for a fault: nothing is wrong with it, and nothing was planted."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Scored:
     """A sample and what a model says of it."""
@@ -61,7 +65,7 @@ class Fault:
         """Copies with `share` of the samples spoilt, at least one (two where the fault needs several).
 
         Raises:
-            RecordError: there are no samples, or none offers a place for this fault.
+            RecordError: there are no samples; `NoPlaceError` where none offers a place for this fault.
         """
         seed = int(rng.integers(2**32))
         corrupt: Any = self.corrupt
@@ -94,7 +98,7 @@ class ModelFault:
         """Scored copies with `share` of the samples spoilt, at least one (two where the fault needs several).
 
         Raises:
-            RecordError: there are no samples, or none offers a place for this fault.
+            RecordError: there are no samples; `NoPlaceError` where none offers a place for this fault.
         """
         scored = [score(sample) for sample in samples]
         return _planted(self, scored, lambda part: self.corrupt(part, rng, score), rng, share)
@@ -121,7 +125,7 @@ def _planted(
             planted[index] = spoilt
             wanted -= spoilt is not items[index]
     if all(new is old for new, old in zip(planted, items, strict=True)):
-        raise RecordError(f"plant: expected a place for {fault.code!r}, found none in {len(items)} samples")
+        raise NoPlaceError(f"plant: expected a place for {fault.code!r}, found none in {len(items)} samples")
     return planted
 
 

@@ -5,12 +5,18 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rlbatch.errors import RecordError
-from rlbatch.faults.planting import Fault
+from rlbatch.faults.planting import Fault, NoPlaceError
+from rlbatch.faults.subtle import drifted
 from rlbatch.records import Sample
 
 TRAINER_VERSION = 100
 """What the trainer's version must be said to be for `version-too-old`; any lag bound below it will do."""
+
+
+MAX_AGE = 4
+"""Versions that stale data is old at most."""
+MOVED_A_VERSION = 0.45
+"""Nats by which an update moves a logit, in the spread: a KLD of 0.01, below what is high by itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,10 +38,10 @@ class SetFault:
         """A list with `share` of the samples spoilt, at least one.
 
         Raises:
-            RecordError: there are fewer than `min_samples`.
+            NoPlaceError: there are fewer than `min_samples`.
         """
         if len(samples) < self.min_samples:
-            raise RecordError(
+            raise NoPlaceError(
                 f"plant: expected at least {self.min_samples} samples for {self.code!r}, found {len(samples)}"
             )
         count = max(1, round(share * len(samples)))
@@ -68,6 +74,18 @@ def _version_too_old(sample: Sample, rng: np.random.Generator) -> Sample:
     return replace(sample, policy_version=np.where(sample.turn >= 0, np.int32(0), np.int32(-1)))
 
 
+def _stale(samples: Sequence[Sample], rng: np.random.Generator) -> list[Sample]:
+    # Every other one is current, the others one to four versions old: each update moves the logits as much.
+    ages = [at // 2 % MAX_AGE + 1 if at % 2 else 0 for at in range(len(samples))]
+    return [_aged(sample, age, rng) for sample, age in zip(samples, ages, strict=True)]
+
+
+def _aged(sample: Sample, age: int, rng: np.random.Generator) -> Sample:
+    version = np.where(sample.turn >= 0, np.int32(TRAINER_VERSION - age), np.int32(-1))
+    moved = drifted(sample, slice(None), MOVED_A_VERSION * age**0.5, rng) if age else sample
+    return replace(moved, policy_version=version)
+
+
 SETS: tuple[SetFault | Fault, ...] = (
     SetFault(
         code="duplicate-sample",
@@ -85,6 +103,12 @@ SETS: tuple[SetFault | Fault, ...] = (
         story="The teacher's server failed for some of the samples.",
         spoil=_teacher_lost,
         min_samples=2,
+    ),
+    Fault(
+        code="stale",
+        story="Rollouts waited in a queue while the weights went on.",
+        corrupt=_stale,
+        together=True,
     ),
     Fault(
         code="version-too-old",

@@ -27,6 +27,7 @@ from rlbatch.alignment.limits import (
 from rlbatch.alignment.tournament import Fit, fit
 from rlbatch.catalogue import finding
 from rlbatch.errors import Finding, Where
+from rlbatch_kernels import RESIDUAL_CLIP
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +98,7 @@ def _holds(best: Winner, exhibit: Exhibit, most_left: float, *, current: bool) -
     low, high = best.family.neutral
     found = best.fit
     if not current:
-        off = np.minimum(np.abs(exhibit.inference - exhibit.stated), 4.0).mean()
+        off = np.minimum(np.abs(exhibit.inference - exhibit.stated), RESIDUAL_CLIP).mean()
         most_left = min(most_left, FAMILY_OLD_SHARE * float(off))
     return (
         not low <= found.parameter <= high
@@ -118,7 +119,7 @@ def distribution_finding(winner: Winner, exhibit: Exhibit, *, where: Where, scop
         where: the place.
         scope: said after the number of tokens, as in " of 12 turns".
     """
-    off = np.minimum(np.abs(exhibit.inference - exhibit.stated), 4.0).mean()
+    off = np.minimum(np.abs(exhibit.inference - exhibit.stated), RESIDUAL_CLIP).mean()
     return finding(
         winner.family.code,
         where=where,
