@@ -200,6 +200,13 @@ def test_what_comes_back_is_in_its_step_with_its_padding(dialect):
     assert back.input_ids.tolist() == [[77, 77, 1, 5, 7, 2, 9, 4], [77] * 6 + [1, 8]]
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a second device")
+@pytest.mark.parametrize("dialect", NAMES)
+def test_what_comes_back_is_on_the_device_of_the_batch(dialect):
+    like = small().to("cuda")
+    assert from_dict(as_dict(like, dialect), dialect, like=like).input_ids.device.type == "cuda"
+
+
 @pytest.mark.parametrize("dialect", ["verl", "prime_rl"])
 def test_an_audit_gets_the_values_of_the_dict(dialect):
     raw = provenance(logprobs_mode="raw", sampling=SamplingParams(temperature=0.5))

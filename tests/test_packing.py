@@ -156,6 +156,8 @@ def test_ranks_partition_the_samples_into_as_many_batches_each(groups, room, num
         ({"units": [[0], [], [1, 2]]}, "units: expected samples in each, found none in unit 1"),
         ({"units": [[0, 1], [2, -3]]}, "indices of 3 samples, found -3"),
         ({"units": [[0, 1], [2, 3]]}, "indices of 3 samples, found 3"),
+        ({"units": [[0, 1], [1.5]]}, "units: expected integers, found float64"),
+        ({"units": []}, r"found sample 0 in 0 \(3 such\)"),
         ({"kinds": ["raw", "raw"]}, "kinds: expected one for each of 3 samples, found 2"),
         ({"lengths": [3, 0, 2]}, "lengths: expected at least 1, found 0 for sample 1"),
         ({"lengths": [3, 1.5, 2]}, "lengths: expected integers"),

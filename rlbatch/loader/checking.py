@@ -96,7 +96,7 @@ def _misfits(candidates: Candidates, room: Room, keep_groups: KeepGroups) -> Ite
         return
     for group, members in _groups(candidates.samples).items():
         num_tokens = room.tokens([lengths[at] for at in members])
-        if num_tokens > room.max_tokens and max(lengths[at] for at in members) <= room.max_tokens:
+        if num_tokens > room.max_tokens and max(lengths[at] for at in members) <= room.longest_row:
             found = f"{num_tokens} tokens in the {len(members)} samples of group {group!r}"
             for at in members:
                 yield misfit(candidates.origins[at], room, found)

@@ -41,11 +41,13 @@ def check_partition(num_samples: int, kinds: Sequence[Hashable] | None, units: S
     for at, unit in enumerate(units):
         if not len(unit):
             raise RecordError(f"units: expected samples in each, found none in unit {at}")
-    flat = [index for unit in units for index in unit]
-    foreign = next((index for index in flat if not 0 <= index < num_samples), None)
-    if foreign is not None:
-        raise RecordError(f"units: expected indices of {num_samples} samples, found {foreign}")
-    counts = np.bincount(np.array(flat, np.int64), minlength=num_samples)
+    flat = np.asarray([index for unit in units for index in unit])
+    if len(flat) and flat.dtype.kind not in "iu":
+        raise RecordError(f"units: expected integers, found {flat.dtype}")
+    foreign = flat[(flat < 0) | (flat >= num_samples)]
+    if len(foreign):
+        raise RecordError(f"units: expected indices of {num_samples} samples, found {foreign[0]}")
+    counts = np.bincount(flat.astype(np.int64), minlength=num_samples)
     wrong = np.flatnonzero(counts != 1)
     if len(wrong):
         at = int(wrong[0])
