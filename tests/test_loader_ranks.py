@@ -38,14 +38,15 @@ def loaders(store, num_ranks, **options):
     step_samples=st.integers(1, 100),
     seed=st.none() | st.integers(0, 99),
     layout=st.sampled_from(["padded", "packed"]),
-    multiple=st.sampled_from([1, 4]),
+    multiples=st.sampled_from([(1, 1), (4, 4), (4, 6)]),
     quadratic=st.sampled_from([0.0, 0.1]),
 )
 def test_any_ranks_any_seed_partition_every_epoch(
-    store, num_ranks, step_samples, seed, layout, multiple, quadratic
+    store, num_ranks, step_samples, seed, layout, multiples, quadratic
 ):
     steps = {"step_samples": step_samples, "seed": seed, "cost": Cost(quadratic=quadratic)}
-    padding = Padding(sequence_multiple=multiple, row_multiple=multiple)
+    of_sequence, of_row = multiples
+    padding = Padding(sequence_multiple=of_sequence, row_multiple=of_row)
     ranks = loaders(store, num_ranks, layout=layout, padding=padding, steps=steps)
     batches = [list(loader) for loader in ranks]
     assert len({len(own) for own in batches}) == 1
