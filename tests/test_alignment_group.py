@@ -104,6 +104,23 @@ def shape_deferred(rank: int, world: int) -> Any:
     return shape(rank, world, defer=True)
 
 
+def samples_of_step(rank: int, world: int) -> Any:
+    from dataclasses import replace
+
+    from rlbatch.alignment import require_aligned
+    from rlbatch.packing import StepInfo
+
+    batch, trainer = one_batch(rank, TRUTH)
+    info = StepInfo(
+        **{"epoch": 0, "step": 0, "index": 0, "num_batches": 1, "num_samples": world},
+        **{"num_trajectories": world, "num_tokens": 10, "num_loss_tokens": 8},
+        samples_crc32=6 if rank == 1 else 5,
+    )
+    options = {"trainer_version": None, "group": dist.group.WORLD}
+    (alignment,) = require_aligned([replace(batch, step=info)], [trainer], **options)
+    return alignment, 1
+
+
 def version_type(rank: int, world: int) -> Any:
     return step(rank, [TRUTH], trainer_version="1" if rank == 1 else None)
 
@@ -172,7 +189,8 @@ def bad_callback(rank: int, world: int) -> Any:
 
 CASES = (
     *(clean, one, every, late, shape, shape_deferred, version_type, number_of_batches),
-    *(version_of_trainer, limits, last_of_three, accumulation, tail_on_one, many_ages, bad_callback),
+    *(version_of_trainer, limits, samples_of_step, last_of_three, accumulation, tail_on_one),
+    *(many_ages, bad_callback),
 )
 
 
@@ -237,6 +255,7 @@ def ranks(request, tmp_path_factory):
         ("number_of_batches", "ranks-differ", False),
         ("version_of_trainer", "ranks-differ", False),
         ("limits", "ranks-differ", False),
+        ("samples_of_step", "ranks-differ", False),
     ],
 )
 def test_every_rank_raises_the_same_error(ranks, case, code, on_every_rank):

@@ -55,9 +55,26 @@ def test_worker_processes_share_the_batches_and_keep_their_order(store):
     assert all(same_bits(a, b) for a, b in zip(direct, through, strict=True))
 
 
+@pytest.mark.parametrize("persistent", [False, True])
+def test_workers_do_not_repeat_a_shuffled_epoch(store, persistent):
+    straight = loader_of(store)
+    first, second = names_in(list(straight)), names_in(list(straight))
+    assert first != second
+    loader = loader_of(store)
+    workers = DataLoader(loader, batch_size=None, num_workers=2, persistent_workers=persistent)
+    assert names_in(list(workers)) == first
+    if not persistent:
+        with pytest.raises(RecordError, match="expected another epoch than 0"):
+            list(workers)
+        loader.set_epoch(0)
+        assert names_in(list(workers)) == first
+        loader.set_epoch(1)
+    assert names_in(list(workers)) == second
+
+
 def test_a_worker_gets_neither_a_device_nor_a_bound_on_age(store, monkeypatch):
     class Info:
-        id, num_workers = 0, 2
+        id, num_workers, seed = 0, 2, 7
 
     monkeypatch.setattr("rlbatch.loader.loader.get_worker_info", lambda: Info)
     with pytest.raises(RecordError, match=r"no Feed\.device"):
@@ -73,7 +90,7 @@ def test_each_worker_goes_on_where_it_stood(store, monkeypatch):
     whole = list(loader_of(store))
 
     def as_worker(index):
-        info = type("Info", (), {"id": index, "num_workers": 2})
+        info = type("Info", (), {"id": index, "num_workers": 2, "seed": 7 + index})
         monkeypatch.setattr("rlbatch.loader.loader.get_worker_info", lambda: info)
 
     batches = []

@@ -71,6 +71,25 @@ def test_a_step_says_what_all_ranks_hold_together(store):
         assert sum(batch.num_trajectories for batch in of_step) == len(members)
 
 
+def test_ranks_that_judge_by_other_versions_can_be_told(tmp_path):
+    store = write_store(tmp_path / "store", [numbered(number, version=number) for number in range(8)])
+    infos = []
+    for rank, version in ((0, 8), (1, 8), (1, 12)):
+        aside = tmp_path / f"aside{len(infos)}"
+        checks = Checks(max_version_lag=6, on_fault="quarantine", quarantine=aside)
+        loader = RolloutLoader(
+            store, layout="packed", max_tokens=64, checks=checks, steps=Steps(rank=rank, num_ranks=2)
+        )
+        loader.trainer_version = version
+        infos.append(next(iter(loader)).step)
+    assert [info.trainer_version for info in infos] == [8, 8, 12]
+    same, also, other = (info.samples_crc32 for info in infos)
+    assert same == also != other
+    (alone,) = loaders(store, 1)
+    info = next(iter(alone)).step
+    assert (info.trainer_version, info.samples_crc32) == (None, None)
+
+
 def test_the_last_batch_of_a_step_says_so(store):
     (loader,) = loaders(store, 1, steps={"step_samples": 40})
     infos = [batch.step for batch in loader]

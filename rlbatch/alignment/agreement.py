@@ -34,6 +34,7 @@ _COMPARED = {
     "trainer_version": "the same trainer_version (-2 is None)",
     "moment": "the same `defer`, and a sequence of batches on all or on none",
     "limits": "the same limits (shown as a checksum)",
+    "samples": "the same samples in the step that ranks share (shown as a checksum)",
 }
 """What all ranks must have alike, and how a finding says it."""
 _COLUMNS = (
@@ -53,15 +54,19 @@ class Occasion:
     """A whole step, not one batch of it."""
     is_early: bool
     """Before anything is judged: only failures are told, of a step whose verdict is deferred."""
+    samples_crc32: int | None = None
+    """Of the samples of the step, as its loader says; None where none does."""
 
     def numbers(self, judge: Judge) -> list[float]:
         """One a name of `_COMPARED`."""
         limits = float(zlib.crc32(repr(judge.limits).encode()))
         if self.num_batches is None:
-            return [UNKNOWN, UNKNOWN, UNKNOWN, limits]
+            return [UNKNOWN, UNKNOWN, UNKNOWN, limits, UNKNOWN]
         version = judge.trainer_version
         moment = 2 * self.is_whole + self.is_early
-        return [float(self.num_batches), float(_NO_VERSION if version is None else version), moment, limits]
+        known_version = float(_NO_VERSION if version is None else version)
+        samples = float(UNKNOWN if self.samples_crc32 is None else self.samples_crc32)
+        return [float(self.num_batches), known_version, moment, limits, samples]
 
 
 class _Words(msgspec.Struct, frozen=True):

@@ -53,7 +53,7 @@ class _Step:
                 if self.group is None:
                     raise
                 judge.findings += _told_by(error)
-            occasion = Occasion(num_batches=len(self.measured), is_whole=self.is_whole, is_early=False)
+            occasion = _occasion(self.measured, is_whole=self.is_whole, is_early=False)
             self.verdict = _together(judge, self.group, occasion)
         if self.verdict.errors:
             raise AlignmentError.of(*self.verdict.errors)
@@ -164,7 +164,7 @@ def require_aligned(
     if group is not None and defer:
         # The verdict is put off, so this is where a rank that cannot measure tells the others: after this
         # they may wait for it in collectives of the model.
-        occasion = Occasion(num_batches=len(measured), is_whole=is_whole, is_early=True)
+        occasion = _occasion(measured, is_whole=is_whole, is_early=True)
         errors = agree(Judge(trainer_version=version, limits=limits), occasion, group).verdict().errors
         if errors:
             raise AlignmentError.of(*errors)
@@ -189,6 +189,17 @@ def require_aligned(
         for part in step.measured
     ]
     return alignments[0] if isinstance(batch, Batch) else alignments
+
+
+def _occasion(measured: Sequence[Measured], *, is_whole: bool, is_early: bool) -> Occasion:
+    checksums = {part.batch.step.samples_crc32 for part in measured if part.batch.step is not None}
+    return Occasion(
+        num_batches=len(measured),
+        is_whole=is_whole,
+        is_early=is_early,
+        # Batches of several steps have no one checksum.
+        samples_crc32=checksums.pop() if len(checksums) == 1 else None,
+    )
 
 
 def _version(trainer_version: object) -> int | None:

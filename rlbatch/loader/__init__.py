@@ -12,6 +12,7 @@ ring         reused host memory under the batches
 transfer     one copy of each batch to the device
 figures      what a trainer can log
 loader       `RolloutLoader`, which joins them
+worker_epochs  which epoch worker processes have passed
 conventions  what `torch.utils.data.DataLoader` and its like expect
 """
 

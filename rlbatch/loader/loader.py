@@ -22,6 +22,7 @@ from rlbatch.loader.ring import BufferRing
 from rlbatch.loader.steps import Shape
 from rlbatch.loader.store import Store
 from rlbatch.loader.transfer import Transfer
+from rlbatch.loader.worker_epochs import WorkerEpochs
 from rlbatch.packing import Room, too_long
 
 HELD_BY_CONSUMER = 2
@@ -86,6 +87,7 @@ class RolloutLoader(IterableDataset[Batch]):
         self._start = Position()
         self._position = Position()
         self._num_passes = 0
+        self._worker_epochs = None if steps.seed is None else WorkerEpochs()
         self._figures = Figures(max_tokens)
         self.trainer_version: int | None = None
         if self._store.is_complete and checks.on_fault == "error":
@@ -101,6 +103,8 @@ class RolloutLoader(IterableDataset[Batch]):
         """One epoch, or what is left of it where a state was loaded; an abandoned pass begins anew."""
         worker = get_worker_info()
         self._check_iteration(in_worker=worker is not None)
+        if worker is not None:
+            self._require_new_epoch(worker.seed - worker.id)
         transfer = Transfer(self._feed.device)
         one_pass = Pass(
             store=self._store,
@@ -124,7 +128,13 @@ class RolloutLoader(IterableDataset[Batch]):
         return self._position.epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next pass be of this epoch; a state that was loaded for it stays in force."""
+        """Let the next pass be of this epoch; a state that was loaded for it stays in force.
+
+        Needed before each pass where a `DataLoader` makes new workers for it: those begin with a copy of this
+        loader, and neither its state nor its metrics move on here.
+        """
+        if self._worker_epochs is not None:
+            self._worker_epochs.told(epoch)
         if epoch != self._start.epoch:
             self._start = self._position = Position(epoch=epoch)
 
@@ -150,6 +160,8 @@ class RolloutLoader(IterableDataset[Batch]):
                 f"load_state_dict: expected a step of 0 to {len(steps)} of epoch {position.epoch}, found "
                 f"{position.step}"
             )
+        if self._worker_epochs is not None:
+            self._worker_epochs.told(position.epoch)
         self._start = self._position = position
 
     @property
@@ -170,9 +182,12 @@ class RolloutLoader(IterableDataset[Batch]):
         # The state is that of the newest pass; an iterator of one that was abandoned does not move it.
         if number != self._num_passes:
             return
-        self._position = made.after
         if made.sent is None:
             self._start = made.after
+            worker = get_worker_info()
+            if worker is not None and self._worker_epochs is not None:
+                self._worker_epochs.passed(self._position.epoch, worker.seed - worker.id)
+        self._position = made.after
 
     def _plan_options(self) -> dict[str, Any]:
         """What the plans depend on; a state is of no use to a loader that plans otherwise."""
@@ -198,6 +213,15 @@ class RolloutLoader(IterableDataset[Batch]):
             origins = zip(excess, self._store.origins(excess), strict=True)
             raise SoundnessError.of(
                 *(misfit(origin, self._shape.room, f"{lengths[index]} tokens") for index, origin in origins)
+            )
+
+    def _require_new_epoch(self, base_seed: int) -> None:
+        epoch = self._start.epoch
+        if self._worker_epochs is not None and self._worker_epochs.has_passed(epoch, base_seed):
+            raise RecordError(
+                f"RolloutLoader: expected another epoch than {epoch}, which worker processes have passed and "
+                "would shuffle alike again; call set_epoch before each pass, or keep the workers with "
+                "persistent_workers=True"
             )
 
     def _check_iteration(self, *, in_worker: bool) -> None:

@@ -1,5 +1,6 @@
 """One step: its samples, checked, and the plan that every rank derives from them alike."""
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from rlbatch.loader.options import Checks, Steps
 from rlbatch.loader.position import Plan, Position, plan_left
 from rlbatch.packing import Room, StepInfo, plan_ranks
 from rlbatch.records import TOKEN_FIELDS, Origin, Purpose, Sample
+from rlbatch.storage.columns import TEXT_ENCODING
 
 FILLER_TOKENS = 2
 """The shortest sequence that has a target."""
@@ -58,7 +60,7 @@ def load_step(
     return Step(
         samples=samples,
         origins=tuple(candidates.origins[at] for at in checked.sound),
-        totals=_totals(samples),
+        totals=_totals(samples, trainer_version=trainer_version, is_shared=steps.num_ranks > 1),
         set_aside=Candidates(
             samples=[candidates.samples[at] for at in checked.faults],
             origins=[candidates.origins[at] for at in checked.faults],
@@ -72,7 +74,8 @@ def load_step(
     )
 
 
-def _totals(samples: Sequence[Sample]) -> StepInfo:
+def _totals(samples: Sequence[Sample], *, trainer_version: int | None, is_shared: bool) -> StepInfo:
+    ids = "\n".join(sample.sample_id for sample in samples)
     return StepInfo(
         epoch=0,
         step=0,
@@ -82,6 +85,8 @@ def _totals(samples: Sequence[Sample]) -> StepInfo:
         num_trajectories=len({sample.trajectory_id for sample in samples}),
         num_tokens=sum(map(len, samples)),
         num_loss_tokens=sum(sample.num_loss_tokens for sample in samples),
+        trainer_version=trainer_version,
+        samples_crc32=zlib.crc32(ids.encode(*TEXT_ENCODING)) if is_shared else None,
     )
 
 

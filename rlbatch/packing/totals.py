@@ -21,6 +21,11 @@ class StepInfo:
     """Without padding."""
     num_loss_tokens: int
     """Trained tokens: what a token mean divides by."""
+    trainer_version: int | None = None
+    """The version that the age of the step's samples was judged by; None where it was not judged."""
+    samples_crc32: int | None = None
+    """Of the step's sample ids. Ranks that share a step and differ here lose and double samples. None where
+    one rank has the step to itself."""
 
     @property
     def is_last(self) -> bool:
