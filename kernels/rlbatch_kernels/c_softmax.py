@@ -3,52 +3,21 @@
 import ctypes
 import math
 
-import torch
 from torch import Tensor
 
 from rlbatch_kernels import c_library
 from rlbatch_kernels.arguments import Trained
-from rlbatch_kernels.softmax import Coefficients, Softmax
+from rlbatch_kernels.row_softmax import Places, RowSoftmax
+from rlbatch_kernels.softmax import Coefficients
 
 
-class CSoftmax(Softmax):
+class CSoftmax(RowSoftmax):
     """`Softmax` over float32, bfloat16 and float16 logits on the CPU; tiles are read and left as they are."""
 
     def __init__(self, trained: Trained, *, full: bool = False) -> None:
         super().__init__(trained, full=full)
         self._temperature = trained.temperature.contiguous()
         self._target_ids = trained.target_ids.contiguous()
-
-    def add(self, logits: Tensor, rows: slice, first_column: int) -> None:
-        """Take in a tile [n, v] of the columns from `first_column`."""
-        if logits.stride(-1) != 1:
-            logits = logits.contiguous()
-        self._forward(logits, _tile_offsets(logits), rows, first_column)
-
-    def add_rows(self, logits: Tensor) -> None:
-        """Take in all columns of the trained rows of `logits` [..., V], where they lie if rows are whole."""
-        if _one_piece(logits):
-            self._forward(logits, self.trained.offsets(logits), slice(None), 0)
-        else:
-            super().add_rows(logits)
-
-    def backward(
-        self, logits: Tensor, given: Coefficients, rows: slice, first_column: int, out: Tensor | None = None
-    ) -> Tensor:
-        """Gradient to a tile [n, v]: to `out` [n, v], whose dtype may differ, or else over the tile."""
-        if logits.stride(-1) != 1:
-            logits = logits.contiguous()
-        out = logits if out is None else out
-        self._backward(logits, given, rows, first_column, (_tile_offsets(logits), out, _tile_offsets(out)))
-        return out
-
-    def backward_rows(self, logits: Tensor, given: Coefficients, out: Tensor) -> None:
-        """Write the gradient of the trained rows of `logits` [..., V] to `out`, which may be `logits`."""
-        if _one_piece(logits) and _one_piece(out):
-            offsets = self.trained.offsets(logits), out, self.trained.offsets(out)
-            self._backward(logits, given, slice(None), 0, offsets)
-        else:
-            super().backward_rows(logits, given, out)
 
     def _forward(self, logits: Tensor, offsets: Tensor, rows: slice, first_column: int) -> None:
         described = self._rows(logits, offsets, rows, first_column)
@@ -58,14 +27,9 @@ class CSoftmax(Softmax):
         )
 
     def _backward(
-        self,
-        logits: Tensor,
-        given: Coefficients,
-        rows: slice,
-        first_column: int,
-        places: tuple[Tensor, Tensor, Tensor],
+        self, logits: Tensor, given: Coefficients, rows: slice, first_column: int, places: Places
     ) -> None:
-        offsets, out, out_offsets = places
+        offsets, out, out_offsets = places.offsets, places.out, places.out_offsets
         at_target, constant = given.at_target.contiguous(), given.constant.contiguous()
         # The kernel counts in powers of two.
         slope = None if given.slope is None else given.slope * math.log(2)
@@ -107,14 +71,6 @@ class CSoftmax(Softmax):
             weighted=c_library.pointer(self.weighted[rows]) if full else None,  # type: ignore[index]
             above=c_library.pointer(self.above[rows]) if full else None,  # type: ignore[index]
         )
-
-
-def _tile_offsets(tile: Tensor) -> Tensor:
-    return torch.arange(tile.shape[0], dtype=torch.int64) * tile.stride(0)
-
-
-def _one_piece(values: Tensor) -> bool:
-    return values.stride(-1) == 1 or values.shape[-1] == 1
 
 
 def _threads(offsets: Tensor, logits: Tensor) -> int:
