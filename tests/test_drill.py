@@ -15,7 +15,7 @@ from rlbatch.catalogue import CATALOGUE, finding
 from rlbatch.cli import app
 from rlbatch.collate import collate
 from rlbatch.drill import Drilled, DrillOptions, Noise, Pool, Scores, Tally, cases, load_pool, run, run_drill
-from rlbatch.drill.judging import findings_of, trainer_logprobs_of
+from rlbatch.drill.judging import SetUp, findings_of, trainer_logprobs_of
 from rlbatch.drill.pool import num_informative, pool_of
 from rlbatch.drill.tally import told
 from rlbatch.errors import RecordError, StorageError, Where
@@ -285,6 +285,22 @@ def test_stale_rows_are_told_by_their_age_and_the_same_ages_without_drift_are_si
             for new, old in zip(drilled.after, drilled.before, strict=True)
         ]
         assert findings_of(clean, scores, layout="packed", set_up=cases.RUN) == ()
+
+
+def test_tokens_outside_the_trainers_kept_set_are_pointed_out_and_those_inside_are_not(model, pool):
+    scores = scores_of(model, pool)
+    fault = MODEL_FAULTS["outside-kept-set"]
+    set_up = SetUp(purpose="train-truncated")
+    for case in range(2):
+        drilled = cases.one_case(fault, case, pool, scores, DrillOptions(cases=2))
+        assert drilled.told == "outside-kept-set"
+        assert {(each.code, each.severity) for each in drilled.findings} == {("outside-kept-set", "warning")}
+        # The same rows with those tokens left out of training.
+        inside = []
+        for each in drilled.after:
+            mask = each.sample.loss_mask & ~np.isneginf(each.trainer_logprobs)
+            inside.append(replace(each, sample=replace(each.sample, loss_mask=mask)))
+        assert findings_of(inside, scores, layout="padded", set_up=set_up) == ()
 
 
 def test_a_drill_in_which_nothing_was_planted_has_not_passed(model, monkeypatch):

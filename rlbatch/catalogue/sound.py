@@ -136,7 +136,8 @@ ENTRIES = (
         symptom="The engine's logprobs are of another distribution than the trainer can compute.",
         check="Provenance: raw or unknown values away from neutral sampling, truncation, penalties, masks.",
         likely="temperature, truncation or penalties that the reported values do not reflect, or not alone",
-        fix="serve with --logprobs-mode processed_logprobs; sample without top-p, top-k, min-p, penalties",
+        fix="serve with --logprobs-mode processed_logprobs and sample without penalties; train what top-k, "
+        "top-p or min-p drew with purpose='train-truncated'",
     ),
     Entry(
         code="greedy-sampled",

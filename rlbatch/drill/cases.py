@@ -111,7 +111,9 @@ def _row_case(
         planted = fault.plant(rows, rng, share=share)
     packed_only = isinstance(fault, ModelFault) and fault.packed_only
     layout: Layout = "packed" if packed_only else LAYOUTS[case // 2 % len(LAYOUTS)]
-    found = findings_of(planted, scores, layout=layout)
+    truncated = isinstance(fault, ModelFault) and fault.truncated
+    set_up = SetUp(purpose="train-truncated" if truncated else "train")
+    found = findings_of(planted, scores, layout=layout, set_up=set_up)
     spoilt = {at for at in range(len(rows)) if is_spoilt(planted[at], rows[at], scores)}
     said = told(fault.code, found, spoilt)
     return Drilled(code=fault.code, told=said, before=rows, after=planted, findings=found)

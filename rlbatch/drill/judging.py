@@ -13,7 +13,7 @@ from rlbatch.batch import Batch, Layout
 from rlbatch.collate import collate
 from rlbatch.errors import Finding
 from rlbatch.faults import Scored
-from rlbatch.records import Origin, Sample
+from rlbatch.records import Origin, Purpose, Sample
 from rlbatch.soundness import check_sound
 
 
@@ -29,8 +29,9 @@ class Trainer(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SetUp:
-    """What a run knows of itself, as `check_sound` takes it."""
+    """What a run knows of itself and wants, as `check_sound` takes it."""
 
+    purpose: Purpose = "train"
     trainer_version: int | None = None
     max_version_lag: int | None = None
     group_size: int | None = None
@@ -51,7 +52,7 @@ def findings_of(
     origins = [Origin(path=None, index=index) for index in range(len(rows))]
     sound = check_sound(
         samples,
-        purpose="train",
+        purpose=set_up.purpose,
         vocab_size=trainer.vocab_size,
         origins=origins,
         trainer_version=set_up.trainer_version,
@@ -67,18 +68,21 @@ def findings_of(
         for row, origin in zip(rows, origins, strict=True)
         if origin.index not in faulty
     ]
-    return (*sound, *_against_trainer(kept, layout, set_up.trainer_version))
+    return (*sound, *_against_trainer(kept, layout, set_up))
 
 
 def _against_trainer(
-    rows: Sequence[tuple[Scored, Origin]], layout: Layout, trainer_version: int | None
+    rows: Sequence[tuple[Scored, Origin]], layout: Layout, set_up: SetUp
 ) -> tuple[Finding, ...]:
     """One step, judged as one: a batch of each kind of logprobs, which never share one."""
-    judge = Judge(trainer_version=trainer_version, logits_for=_logits_for(rows))
+    judge = Judge(trainer_version=set_up.trainer_version, logits_for=_logits_for(rows))
     for kind in dict.fromkeys(scored.sample.logprobs_modes for scored, _ in rows):
         part = [pair for pair in rows if pair[0].sample.logprobs_modes == kind]
         batch = collate(
-            [scored.sample for scored, _ in part], layout=layout, origins=[origin for _, origin in part]
+            [scored.sample for scored, _ in part],
+            layout=layout,
+            purpose=set_up.purpose,
+            origins=[origin for _, origin in part],
         )
         judge.add(measure(batch, trainer_logprobs_of(batch, [scored for scored, _ in part])))
     return judge.verdict().findings

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlbatch.faults.planting import ModelFault, Score, Scored, long_segments
+from rlbatch.faults.planting import ModelFault, Score, Scored, long_segments, with_provenances
 from rlbatch.faults.subtle import restated, temperature_apart
-from rlbatch.records import TOKEN_FIELDS, Sample
+from rlbatch.records import TOKEN_FIELDS, Provenance, Sample
 
 _Each = Callable[[Scored, np.random.Generator], Scored]
 _Values = NDArray[np.float64]
@@ -134,6 +134,28 @@ def _truncation_renormalized(scored: Scored, rng: np.random.Generator) -> Scored
     return replace(scored, sample=replace(moved, loss_mask=mask))
 
 
+def _outside_kept_set(scored: Scored, rng: np.random.Generator) -> Scored:
+    # Both sides renormalise over their own sets of so many tokens, and some that were drawn are in one only.
+    at = _sampled(scored)
+    size = int(rng.integers(5, 51))
+    logprobs = _log_softmax(_predicting(scored, at))
+    own = logprobs[np.arange(len(at)), scored.sample.token_ids[at]]
+    kept = np.sort(logprobs, axis=-1)[:, -size:]
+    outside = own < kept[:, 0]
+    if not 1 <= np.count_nonzero(outside) <= len(at) // 2:
+        return scored
+    by = -np.log(np.exp(kept).sum(-1))
+
+    def change(stated: Provenance) -> Provenance:
+        sampling = replace(stated.sampling, top_k=size)
+        return replace(stated, logprobs_mode="processed", sampling=sampling)
+
+    stated = with_provenances(_moved(scored, at, by), change)
+    if not all(item.keeps_set for item in stated.provenances):
+        return scored
+    return _with_trainer(replace(scored, sample=stated), at, np.where(outside, -np.inf, own + by))
+
+
 def _penalties_applied(scored: Scored, rng: np.random.Generator) -> Scored:
     at = _sampled(scored)
     if not long_segments(scored.sample, min_length=16):
@@ -222,6 +244,12 @@ MODELLED = (
         code="truncation-renormalized",
         story="The engine drew with top-p or top-k from its defaults, and nobody named them.",
         corrupt=_each_alike(_truncation_renormalized),
+    ),
+    ModelFault(
+        code="outside-kept-set",
+        story="The engine kept tokens in its top-k that the trainer's other weights or rounding leave out.",
+        corrupt=_each_alike(_outside_kept_set),
+        truncated=True,
     ),
     ModelFault(
         code="penalties-applied",

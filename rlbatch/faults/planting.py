@@ -91,6 +91,8 @@ class ModelFault:
     """`corrupt` needs more than one sample."""
     packed_only: bool = False
     """It comes about in packed batches only, in the order of the samples."""
+    truncated: bool = False
+    """It comes about only where training asks for tokens drawn from kept sets."""
 
     def plant(
         self, samples: Sequence[Sample], rng: np.random.Generator, *, score: Score, share: float = 1.0
