@@ -150,11 +150,14 @@ def test_raw_logits_are_told_by_their_sign(data_dir: Path, scorer: Scorer) -> No
     assert len(report.findings) == 32
 
 
-def test_a_wrong_statement_about_the_mode_is_found_by_the_figures(data_dir: Path, scorer: Scorer) -> None:
+def test_a_wrong_statement_about_the_mode_is_named_by_the_temperature_that_fits(
+    data_dir: Path, scorer: Scorer
+) -> None:
     # Sampled at 0.7: raw values said to be processed ones are compared at 0.7, and differ by up to 1.5 nats.
     path = data_dir / "rollouts" / "fp32_raw__t07.json"
     report = one(path, scorer, settings(statement=mode("processed")))
-    assert report.verdict == "not-judged"
+    assert (report.verdict, codes(report.findings)) == ("findings", {"temperature-mismatch"})
+    assert "temperature 1, where 0.7 is stated" in report.findings[0].found
     assert report.figures.max_abs_log_ratio > 1
 
 

@@ -125,6 +125,8 @@ ZERO_CLEAR, ZERO_NOISY_MIN_TOKENS = -0.5, 3
 """Then a zero counts where the trainer is below -0.5 nats, and three of them are needed."""
 ZERO_NOISY_SHARE = 0.1
 """And this share of all zeros: where a hundred tokens are certain, heavy tails spare not every one."""
+ZERO_REST_TOKENS = 4
+"""Other tokens of the turn that must agree for zeros to be the fault, where there are so many."""
 ZERO_DEEP = -1.5
 """Trainer logprob, nats, too low for a kept set of one token, whatever the other values say."""
 ZERO_OLD_MIN_EVIDENCE = 2.0

@@ -19,6 +19,7 @@ from rlbatch.alignment.limits import (
     ZERO_NOISY_MIN_TOKENS,
     ZERO_NOISY_SHARE,
     ZERO_OLD_MIN_EVIDENCE,
+    ZERO_REST_TOKENS,
     ZERO_TRAINER_BELOW,
 )
 from rlbatch.catalogue import finding
@@ -100,6 +101,9 @@ def zero_filled(evidence: Evidence) -> Finding | None:
     bad = np.flatnonzero(zero & (evidence.trainer < ZERO_TRAINER_BELOW))
     needed = ZERO_MIN_EVIDENCE if evidence.current else ZERO_OLD_MIN_EVIDENCE
     rest = evidence.at_zero()[evidence.usable & ~zero]
+    if evidence.current and len(rest) >= ZERO_REST_TOKENS and rest.mean() > evidence.most_left:
+        # All of it is off: the zeros belong to other tokens, as the rest does.
+        return None
     if len(rest) and rest.mean() > ZERO_NOISY:
         # Where the trainer's own noise takes certainty away, only several clear cases are no chance.
         bad = bad[evidence.trainer[bad] < ZERO_CLEAR]
