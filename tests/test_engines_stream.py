@@ -11,7 +11,7 @@ from test_engines import READ, STREAMS, parse, provenance_of, recorded, reported
 
 from rlbatch.engines import ResponseAssembler
 from rlbatch.errors import RecordError, ReplyError
-from rlbatch.records import Turn, identical
+from rlbatch.records import Provenance, SamplingParams, Turn, identical
 
 WHOLE = [key for key in STREAMS if key in READ]
 COMPLETIONS = "fp32_raw/completions_stream_ids_lp1.json"
@@ -364,3 +364,47 @@ def test_the_callers_name_for_the_request_is_in_the_refusal_and_survives_picklin
     again = pickle.loads(pickle.dumps(caught.value))
     assert str(again) == str(caught.value)
     assert again.findings[0].where.request == "step 3/17"
+
+
+def plain_chunk(at: int, **changes: Any) -> bytes:
+    """One token of completions with all that vLLM says of it; the first has the prompt, the third the end."""
+    said = {
+        "tokens": [" a"],
+        "token_logprobs": [-0.5],
+        "top_logprobs": [{" a": -0.5}],
+        "text_offset": [2 * at],
+    }
+    choice = {"index": 0, "text": " a", "token_ids": [7], "logprobs": said | changes}
+    choice |= {"prompt_token_ids": None if at else [1, 5], "finish_reason": "length" if at == 2 else None}
+    return b"data: " + json.dumps({"object": "text_completion", "choices": [choice]}).encode() + b"\n\n"
+
+
+def assembled(*chunks: bytes) -> Turn:
+    provenance = Provenance(
+        engine="vllm", logprobs_mode="processed", sampling=SamplingParams(temperature=1.0)
+    )
+    assembler = ResponseAssembler(request={"logprobs": 1}, provenance=provenance)
+    assembler.feed(b"".join(chunks) + b"data: [DONE]\n\n")
+    return assembler.finish()[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ({"top_logprobs": [{" a": -0.75}]}, "statement-contradicted"),
+        ({"top_logprobs": [{" b": -0.5}]}, "statement-contradicted"),
+        ({"top_logprobs": []}, "length-mismatch"),
+        ({"token_logprobs": [-0.5, -0.5]}, "length-mismatch"),
+        ({"tokens": [" a", " a"]}, "length-mismatch"),
+        ({"token_logprobs": [True]}, "reply-malformed"),
+        ({"text_offset": [4]}, "stream-disordered"),
+        ({"text_offset": [0]}, "stream-disordered"),
+    ],
+)
+def test_a_chunk_in_the_middle_that_is_almost_like_the_others_is_refused(changes, code):
+    turn = assembled(plain_chunk(0), plain_chunk(1), plain_chunk(2))
+    assert turn.completion_token_ids.tolist() == [7, 7, 7]
+    assert turn.inference_logprobs.tolist() == [-0.5, -0.5, -0.5]
+    with pytest.raises(ReplyError) as caught:
+        assembled(plain_chunk(0), plain_chunk(1, **changes), plain_chunk(2))
+    assert caught.value.code == code

@@ -4,6 +4,7 @@ Splits, and nothing else: a piece may end within a character, a line or an event
 and `retry` are dropped, as the format says. Knows nothing of what the events hold.
 """
 
+from itertools import repeat
 from typing import TypeAlias
 
 from rlbatch.catalogue import finding
@@ -12,6 +13,7 @@ from rlbatch.errors import ReplyError
 
 _END = b"\n\n"
 _DATA = b"data: "
+_NEXT_DATA = _END + _DATA
 
 
 Event: TypeAlias = tuple[str, bytes]
@@ -43,9 +45,9 @@ class EventSplitter:
         end = self._buffer.rfind(_END, start)
         if end < 0:
             return []
-        blocks = bytes(self._buffer[:end]).split(_END)
+        blocks = bytes(self._buffer[:end])
         del self._buffer[: end + len(_END)]
-        return [event for block in blocks if (event := _event(block)) is not None]
+        return _events(blocks)
 
     @property
     def rest(self) -> bytes:
@@ -63,9 +65,16 @@ class EventSplitter:
         return raw.replace(b"\r\n", b"\n").replace(b"\r", b"\n") if b"\r" in raw else raw
 
 
+def _events(blocks: bytes) -> list[Event]:
+    if blocks.startswith(_DATA):
+        data = blocks[len(_DATA) :].split(_NEXT_DATA)
+        if blocks.count(b"\n") == 2 * (len(data) - 1):
+            # No line ends but those between them: each event is one line of data, as almost all are.
+            return list(zip(repeat(""), data, strict=False))
+    return [event for block in blocks.split(_END) if (event := _event(block)) is not None]
+
+
 def _event(block: bytes) -> Event | None:
-    if block.startswith(_DATA) and b"\n" not in block:
-        return "", block[len(_DATA) :]
     name, data = b"", []
     for line in block.split(b"\n"):
         field, _, value = line.partition(b":")

@@ -102,8 +102,11 @@ def all_agree(said: Sequence[Alternatives], tokens: Sequence[str], values: Seque
 
     Lists are of equal length. False proves nothing: `check_drawn` judges what is not so plain.
     """
-    # A null has no `get` to ask.
-    return None not in said and list(map(dict.get, said, tokens)) == values  # type: ignore[arg-type]
+    try:
+        return list(map(dict.get, said, tokens)) == values  # type: ignore[arg-type]
+    except TypeError:
+        # A null has no `get` to ask.
+        return False
 
 
 def _explained(token: str, own: float | None, value: float, num_keys: int, num_asked: int | None) -> bool:

@@ -10,6 +10,8 @@ choices may have the usage. weight_versions and routed_experts (generate) come w
 of the whole completion. Recorded from vLLM 0.32.0.
 """
 
+from typing import Literal
+
 import msgspec
 
 from rlbatch.engines.body import TokenId
@@ -48,3 +50,43 @@ class Chunk(msgspec.Struct, gc=False):
     prompt_token_ids: list[TokenId] | None = None
     usage: Counts | None = None
     error: object = None
+
+
+class PlainLogprobs(msgspec.Struct, gc=False):
+    """Of one token, with its alternatives."""
+
+    tokens: tuple[str]
+    token_logprobs: tuple[float]
+    text_offset: tuple[int]
+    top_logprobs: tuple[dict[str, float | None]]
+    content: None = None
+
+
+class PlainChoice(msgspec.Struct, gc=False):
+    """One token, and nothing about the prompt or the end."""
+
+    index: int
+    token_ids: tuple[TokenId]
+    logprobs: PlainLogprobs
+    text: str
+    finish_reason: None = None
+    stop_reason: None = None
+    delta: None = None
+    prompt_token_ids: None = None
+    weight_versions: None = None
+    routed_experts: None = None
+
+
+class PlainChunk(msgspec.Struct, gc=False):
+    """What almost every chunk of completions is: one token of one choice, with all that is said of it.
+
+    The types are the test: what has more, less or other than this is decoded again, as a `Chunk`.
+    """
+
+    choices: tuple[PlainChoice]
+    kind: Literal["text_completion"] = msgspec.field(name="object")
+    id: str | None = None
+    request_id: str | None = None
+    prompt_token_ids: None = None
+    usage: None = None
+    error: None = None

@@ -17,8 +17,9 @@ from rlbatch.engines.output import EngineOutput
 from rlbatch.engines.request import Route, asked_number, asks_for
 from rlbatch.engines.vllm import outputs_of
 from rlbatch.engines.vllm_alternatives import all_agree, check_drawn
-from rlbatch.engines.vllm_chunk import Chunk, ChunkChoice, ChunkLogprobs
-from rlbatch.engines.vllm_reply import Body, Choice, Counts, Entry, Logprobs, Message
+from rlbatch.engines.vllm_chunk import Chunk, ChunkChoice, ChunkLogprobs, PlainChunk
+from rlbatch.engines.vllm_growing import Growing, whole
+from rlbatch.engines.vllm_reply import Body, Counts
 from rlbatch.errors import ReplyError
 from rlbatch.records import Provenance
 
@@ -28,43 +29,9 @@ _ROUTES: Mapping[str | None, Route] = {
     None: "generate",
 }
 
-
 _DECODER = msgspec.json.Decoder(Chunk)
 
-
-class _Growing:
-    """One choice while its chunks come in."""
-
-    __slots__ = (
-        "entries",
-        "finished",
-        "ids",
-        "last",
-        "next_offset",
-        "num_chars",
-        "parsed",
-        "prompt_ids",
-        "texts",
-        "tokens",
-        "values",
-        "without_ids",
-        "without_logprobs",
-    )
-
-    def __init__(self) -> None:
-        self.ids: list[int] = []
-        self.values: list[float | None] = []
-        self.tokens: list[str] = []
-        self.entries: list[Entry] = []
-        self.texts: list[str] = []
-        self.num_chars = 0
-        self.next_offset = 0
-        self.prompt_ids: list[int] | None = None
-        self.parsed = False
-        self.without_ids = False
-        self.without_logprobs = False
-        self.finished: ChunkChoice | None = None
-        self.last: bytes = b""
+_PLAIN_DECODER = msgspec.json.Decoder(PlainChunk)
 
 
 class VllmStream:
@@ -91,8 +58,9 @@ class VllmStream:
         self._kind: str | None = None
         self._prompt_ids: list[int] | None = None
         self._usage: Counts | None = None
-        self._choices: dict[int, _Growing] = {}
+        self._choices: dict[int, Growing] = {}
         self._unproven: str | None = None
+        self._expects_plain = False
 
     def feed(self, data: bytes) -> None:
         """Take one chunk.
@@ -101,6 +69,9 @@ class VllmStream:
             ReplyError: reply-malformed, reply-error-body, route-unsupported, length-mismatch or
                 stream-disordered.
         """
+        # Whatever is not plain, and whatever is wrong, is for the rules below.
+        if self._expects_plain and self._took_plain(data):
+            return
         try:
             chunk = _DECODER.decode(data)
         except msgspec.ValidationError as error:
@@ -116,6 +87,38 @@ class VllmStream:
             self._take(choice, data)
         if chunk.usage is not None and len(chunk.choices) == 1:
             self._check_running(chunk.usage, chunk.choices[0].index)
+        self._expects_plain = self._route == "completions" and _is_like_plain(chunk)
+
+    def _took_plain(self, data: bytes) -> bool:
+        """Take a chunk of one token in which everything is as it should be; else leave all as it was."""
+        try:
+            chunk = _PLAIN_DECODER.decode(data)
+        except (msgspec.DecodeError, RecursionError):
+            return False
+        choice = chunk.choices[0]
+        logprobs = choice.logprobs
+        state = self._choices.get(choice.index)
+        token, value, offset = logprobs.tokens[0], logprobs.token_logprobs[0], logprobs.text_offset[0]
+        if (
+            state is None
+            or state.finished is not None
+            or state.last == data
+            or self._usage is not None
+            or chunk.id != self._id
+            or chunk.request_id != self._request_id
+            or (offset != state.next_offset and offset != state.num_chars)
+            or logprobs.top_logprobs[0].get(token) != value
+        ):
+            return False
+        state.ids.append(choice.token_ids[0])
+        state.values.append(value)
+        state.tokens.append(token)
+        state.next_offset = offset + len(token)
+        if choice.text:
+            state.texts.append(choice.text)
+            state.num_chars += len(choice.text)
+        state.last = data
+        return True
 
     def finish(self) -> list[EngineOutput]:
         """The choices of the whole reply.
@@ -128,7 +131,7 @@ class VllmStream:
         if self._unproven is not None and self._usage is None:
             raise refuse("stream-disordered", "chunks that came once each", self._unproven)
         body = Body(
-            choices=[_whole(index, each, self._route) for index, each in self._choices.items()],
+            choices=[whole(index, each, self._route) for index, each in self._choices.items()],
             id=self._id,
             request_id=self._request_id,
             prompt_token_ids=self._prompt_ids,
@@ -167,7 +170,7 @@ class VllmStream:
     def _take(self, choice: ChunkChoice, data: bytes) -> None:
         state = self._choices.get(choice.index)
         if state is None:
-            state = self._choices[choice.index] = _Growing()
+            state = self._choices[choice.index] = Growing()
         if state.finished is not None:
             raise _disorder(choice, "nothing after a finish_reason", "another chunk")
         if choice.logprobs is not None and choice.logprobs.top_logprobs is not None:
@@ -186,6 +189,15 @@ class VllmStream:
             raise _disorder(choice, "statements of the whole completion with its finish_reason", found)
 
 
+def _is_like_plain(chunk: Chunk) -> bool:
+    """Whether the next one may well be plain; where not, trying costs more than it can save."""
+    if len(chunk.choices) != 1 or chunk.usage is not None:
+        return False
+    logprobs = chunk.choices[0].logprobs
+    whole = logprobs is not None and logprobs.top_logprobs is not None and logprobs.text_offset is not None
+    return whole and len(chunk.choices[0].token_ids or ()) == 1
+
+
 def _check_alternatives(choice: ChunkChoice, logprobs: ChunkLogprobs, num_asked: int | None) -> None:
     said, tokens, values = logprobs.top_logprobs or [], logprobs.tokens, logprobs.token_logprobs or []
     if len(said) != len(values):
@@ -196,7 +208,7 @@ def _check_alternatives(choice: ChunkChoice, logprobs: ChunkLogprobs, num_asked:
         check_drawn(f"choice {choice.index}", said, tokens, values, num_asked=num_asked)
 
 
-def _take_prompt(state: _Growing, choice: ChunkChoice) -> None:
+def _take_prompt(state: Growing, choice: ChunkChoice) -> None:
     if choice.prompt_token_ids is not None:
         if state.last:
             raise _disorder(choice, "the prompt's ids in a choice's first chunk", "them in a later one")
@@ -205,7 +217,7 @@ def _take_prompt(state: _Growing, choice: ChunkChoice) -> None:
         raise _disorder(choice, "the role in a choice's first chunk", "it in a later one")
 
 
-def _take_text(state: _Growing, choice: ChunkChoice) -> None:
+def _take_text(state: Growing, choice: ChunkChoice) -> None:
     logprobs = choice.logprobs
     if logprobs is not None and logprobs.text_offset:
         # Newer versions count the characters of the tokens, older ones those of the text so far.
@@ -223,7 +235,7 @@ def _take_text(state: _Growing, choice: ChunkChoice) -> None:
         state.num_chars += len(text)
 
 
-def _take_tokens(state: _Growing, choice: ChunkChoice, completions: bool) -> int:
+def _take_tokens(state: Growing, choice: ChunkChoice, completions: bool) -> int:
     """Ids and logprobs of one chunk; the number of ids, or of logprobs where it has no ids."""
     ids, logprobs = choice.token_ids, choice.logprobs
     entries = None
@@ -256,42 +268,6 @@ def _take_tokens(state: _Growing, choice: ChunkChoice, completions: bool) -> int
         state.values += values
         state.without_ids = True
     return len(ids or values or ())
-
-
-def _whole(index: int, state: _Growing, route: Route) -> Choice:
-    """The choice as a whole reply would have it."""
-    last = state.finished
-    if last is None:
-        raise refuse(
-            "stream-truncated",
-            "a finish_reason for every choice",
-            f"choice {index}: none, after {len(state.ids)} ids",
-        )
-    if state.without_ids and state.ids:
-        raise refuse("ids-missing", "ids in every chunk", f"choice {index}: some chunks have none")
-    if state.without_logprobs and state.values:
-        raise refuse("logprobs-missing", "logprobs in every chunk", f"choice {index}: some chunks have none")
-    logprobs = None
-    if not state.without_logprobs:
-        logprobs = Logprobs(content=state.entries)
-        if route == "completions":
-            logprobs = Logprobs(token_logprobs=state.values, tokens=state.tokens or None)
-    text = "".join(state.texts)
-    message = None
-    if route == "chat":
-        message = Message(content=text, tool_calls=[None] if state.parsed else None)
-    return Choice(
-        index=index,
-        token_ids=None if state.without_ids else state.ids,
-        prompt_token_ids=state.prompt_ids,
-        logprobs=logprobs,
-        finish_reason=last.finish_reason,
-        stop_reason=last.stop_reason,
-        text=None if route == "generate" and not state.texts else text,
-        message=message,
-        weight_versions=last.weight_versions,
-        routed_experts=last.routed_experts,
-    )
 
 
 def _uneven(choice: ChunkChoice, num_values: int, num_other: int, other: str) -> ReplyError:
