@@ -100,8 +100,8 @@ def test_a_loop_needs_as_many_buffers_as_are_made_ahead_and_held(store, monkeypa
         for batch in loader_of(store, prefetch=0):
             del batch
     assert len(made) > 30
-    # Growing to the largest batch takes a few; then each pass uses one again and again.
-    assert len(set(made)) < 10
+    # Each pass has a ring of its own, which grows to its largest batch; then few are used again and again.
+    assert len(set(made)) <= len(made) // 3
 
 
 def test_a_buffer_is_at_least_as_large_as_asked_and_starts_aligned():

@@ -15,7 +15,7 @@ from rlbatch.storage import derived, open_reader, open_writer
 TOLD = {"vocab_size": 1000, "trainer_version": TRAINER_VERSION, "max_version_lag": 4, "group_size": 4}
 WITHOUT_TRAINER = {
     **{f"sample:{code}": fault for code, fault in FAULTS.items() if CATALOGUE[code].level == "sound"},
-    **{f"set:{code}": fault for code, fault in SET_FAULTS.items()},
+    **{f"set:{code}": fault for code, fault in SET_FAULTS.items() if CATALOGUE[code].level == "sound"},
     **{f"routing:{code}": fault for code, fault in ROUTING_FAULTS.items()},
 }
 
