@@ -79,7 +79,7 @@ class LibraryMissingError(RuntimeError):
 
 
 @functools.cache
-def library() -> ctypes.CDLL:
+def functions() -> ctypes.CDLL:
     """The loaded library.
 
     Raises:
@@ -103,7 +103,7 @@ def library() -> ctypes.CDLL:
 def missing() -> str | None:
     """Why there is no library to use; None where there is one."""
     try:
-        library()
+        functions()
     except LibraryMissingError as error:
         return str(error)
     return None
@@ -112,7 +112,7 @@ def missing() -> str | None:
 @functools.cache
 def level() -> int:
     """Which of the compiled processor levels to run: the best that this processor has."""
-    return int(library().rlb_num_levels()) - 1
+    return int(functions().rlb_num_levels()) - 1
 
 
 def num_threads(num_elements: int) -> int:

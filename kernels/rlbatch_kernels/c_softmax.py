@@ -22,7 +22,7 @@ class CSoftmax(RowSoftmax):
     def _forward(self, logits: Tensor, offsets: Tensor, rows: slice, first_column: int) -> None:
         described = self._rows(logits, offsets, rows, first_column)
         state = self._state(rows)
-        c_library.library().rlb_softmax_forward(
+        c_library.functions().rlb_softmax_forward(
             ctypes.byref(described), ctypes.byref(state), c_library.level(), _threads(offsets, logits)
         )
 
@@ -42,7 +42,7 @@ class CSoftmax(RowSoftmax):
             out_offsets=c_library.pointer(out_offsets),
             out_dtype=c_library.LOGIT_DTYPES[out.dtype],
         )
-        c_library.library().rlb_softmax_backward(
+        c_library.functions().rlb_softmax_backward(
             ctypes.byref(described),
             ctypes.byref(state),
             ctypes.byref(asked),

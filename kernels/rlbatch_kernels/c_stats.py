@@ -28,7 +28,7 @@ def segment_stats(
     trainer, inference, mask = trainer.contiguous(), inference.contiguous(), mask.contiguous()
     segments = segments.to(torch.int64).contiguous()
     table = torch.empty(len(segments), len(stats.STAT_COLUMNS), dtype=torch.float64)
-    failed = c_library.library().rlb_alignment_stats(
+    failed = c_library.functions().rlb_alignment_stats(
         c_library.pointer(trainer),
         c_library.pointer(inference),
         c_library.pointer(mask),

@@ -110,14 +110,14 @@ def test_a_missing_backend_asked_for_by_name_is_an_error() -> None:
 def test_a_library_that_was_not_built_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(c_library, "EXTENSION_SUFFIXES", [".none"])
     with pytest.raises(c_library.LibraryMissingError, match=r"not built .*gcc or clang.*--no-cache-dir"):
-        c_library.library.__wrapped__()
+        c_library.functions.__wrapped__()
 
 
 @needs_c
 def test_a_library_of_other_sources_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(c_library, "INTERFACE", c_library.INTERFACE + 1)
     with pytest.raises(c_library.LibraryMissingError, match="built from other sources"):
-        c_library.library.__wrapped__()
+        c_library.functions.__wrapped__()
 
 
 @needs_c

@@ -30,8 +30,8 @@ NAN = math.nan
 def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Each level that was compiled and that this processor has."""
     names = [
-        c_library.library().rlb_level_name(number).decode()
-        for number in range(c_library.library().rlb_num_levels())
+        c_library.functions().rlb_level_name(number).decode()
+        for number in range(c_library.functions().rlb_num_levels())
     ]
     if request.param not in names:
         pytest.skip(f"this processor or build has {', '.join(names)} only")
@@ -275,7 +275,7 @@ assert tables[0] == tables[1] and tables[0][0] == n, tables
 
 
 def test_without_torchs_threads_the_kernels_start_their_own() -> None:
-    path = c_library.library()._name
+    path = c_library.functions()._name
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_TORCH, path], capture_output=True, text=True, check=False
     )
