@@ -23,7 +23,7 @@ def segment_stats(
 ) -> Tensor:
     """The table [G, len(STAT_COLUMNS)] float64, as `stats.segment_stats`; arguments are trusted.
 
-    A token's numbers are float32, sums of more than 256 tokens float64: 1e-6 relative.
+    A token's numbers are float32, as are sums of up to 64 tokens a lane; all others float64.
     """
     trainer, inference, mask = trainer.contiguous(), inference.contiguous(), mask.contiguous()
     segments = segments.to(torch.int64).contiguous()

@@ -120,10 +120,10 @@ def test_gradients_are_rounded_to_the_nearest_half(level: str, dtype: torch.dtyp
     assert narrow.grad.isinf().any() == (dtype == torch.float16)
 
 
-# A segment is 16 tokens of AVX-512 (4, 8 of the others), clean blocks of at most 512, and what lacks a
-# partner: 17 to 34 have none or one vector of it, 511 to 1046 one or two blocks, whole or not.
+# A segment is 16 tokens of AVX-512 (4, 8 of the others), clean blocks of at most 1024, and what lacks a
+# partner: 17 to 34 have none or one vector of it, 1041 to 2067 one or two blocks, whole or not.
 @pytest.mark.parametrize(
-    "length", [0, 1, 2, 15, 16, 17, 18, 19, 33, 34, 511, 512, 529, 530, 531, 1028, 1042, 1046, 3000]
+    "length", [0, 1, 2, 15, 16, 17, 18, 19, 33, 34, 530, 1041, 1042, 1043, 1058, 2066, 2067, 3000]
 )
 def test_statistics_of_every_level_equal_torch(level: str, length: int) -> None:
     batch = a_batch(3, 3000)
@@ -225,7 +225,7 @@ def test_rows_of_a_larger_tensor_are_read_and_written_to_their_edges_only(dtype:
     assert torch.equal(around.detach().view(width)[outside], kept.view(width)[outside])
 
 
-@pytest.mark.parametrize("length", [1, 17, 512, 1040, 1555])
+@pytest.mark.parametrize("length", [1, 17, 1024, 1058, 2100])
 def test_statistics_touch_nothing_round_their_arguments(length: int) -> None:
     trainer, inference, mask = (tensor[1:] for tensor in a_batch(2, length))
     segments = torch.tensor([(0, 0, length, 0)])

@@ -43,8 +43,13 @@ enum { PREFETCH_BYTES = 2048, PREFETCH = 512 };
 /* |log_ratio| below which a short series gives k3; there k3 is below 0.035. */
 static const float SMALL = 0.25f;
 
+/* The series of k3 and of (ratio - 1)^2 in log_ratio: factors of its first, second, ... power. */
+enum { NUM_POWERS = 7 };
+static const float OF_K3[NUM_POWERS] = {0, 1.0f / 2, 1.0f / 6, 1.0f / 24, 1.0f / 120, 1.0f / 720, 1.0f / 5040};
+static const float OF_SQUARE[NUM_POWERS] = {0, 1, 1, 14.0f / 24, 30.0f / 120, 62.0f / 720, 126.0f / 5040};
+
 /* Tokens that one lane adds up in float32 before it is folded into float64. */
-enum { LANE_TOKENS = 32 };
+enum { LANE_TOKENS = 64 };
 /* Tokens between two entries in the table of partial results. */
 enum { CHUNK = 1 << 16 };
 
