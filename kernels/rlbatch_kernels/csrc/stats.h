@@ -30,9 +30,27 @@ static INLINE vf NAME(clamped)(vf x, float limit) {
     return NAME(select)(x < -limit, NAME(splat)(-limit), x);
 }
 
+/* What is written of LANES tokens that are compared, from their log ratios and those clamped in an exponential. */
+static INLINE vf NAME(written_of)(vf d, vf ratio, const struct limits *at, const struct written *to) {
+    if (to->kind == RATIO) return ratio;
+    vf advantage = NAME(load)(to->advantages), low = NAME(splat)(to->low), high = NAME(splat)(to->high);
+    if (to->kind == CAP) return -advantage * NAME(larger)(low, NAME(smaller)(high, ratio));
+    vi up = advantage > 0.0f, inside = (up & (ratio <= high)) | (~up & (ratio >= low));
+    /* Beyond the largest exponent the ratio is a constant. */
+    return -advantage * (vf)((vi)ratio & inside & (NAME(absolute)(d) <= at->max_exponent));
+}
+
+/* The same of any tokens. A ratio is then 1; a gradient 0 where not trained and where the trainer excludes the
+ * target, and NaN where another logprob is not finite. */
+static INLINE vf NAME(written_of_any)(vf compared, vf t, vi mask, vi both, vi i_fine, const struct written *to) {
+    vf otherwise = NAME(splat)(1.0f);
+    if (to->kind != RATIO) otherwise = (vf)((vi)NAME(splat)(NAN) & mask & ~((t == -INFINITY) & i_fine));
+    return NAME(select)(both, compared, otherwise);
+}
+
 /* LANES tokens: everything but the residuals. What may stand in a pair goes to the two buffers, else NaN. */
 static INLINE void NAME(stats_of)(vf t, vf i, vi mask, const struct limits *at, vf *value, vi *count, vf *maxima,
-                                  float *usable_trainer, float *usable_inference, float *ratio_out) {
+                                  float *usable_trainer, float *usable_inference, struct written to) {
     const vf nan = NAME(splat)(__builtin_nanf(""));
     vi t_fine = mask & NAME(finite)(t), i_fine = mask & NAME(finite)(i), both = t_fine & i_fine;
     NAME(store)(usable_trainer, NAME(select)(t_fine, t, nan));
@@ -57,7 +75,9 @@ static INLINE void NAME(stats_of)(vf t, vf i, vi mask, const struct limits *at, 
     count[NUM_INFERENCE_FINE] -= i_fine;
     maxima[0] = NAME(larger)(size, maxima[0]);
     maxima[1] = NAME(larger)(NAME(select)(both, i, NAME(splat)(-INFINITY)), maxima[1]);
-    if (ratio_out) NAME(store)(ratio_out, NAME(select)(both, ratio, NAME(splat)(1.0f)));
+    if (!to.out) return;
+    vf written = NAME(written_of)(d, ratio, at, &to);
+    NAME(store)(to.out, NAME(written_of_any)(written, t, mask, both, i_fine, &to));
 }
 
 /* The residuals of a block: each inference logprob beside the trainer's at every lag. */
@@ -99,18 +119,21 @@ static INLINE void NAME(any_block)(const struct tokens *of, int64_t start, int64
         int64_t j = first + done;
         NAME(stats_of)(NAME(load)(of->trainer + j), NAME(load)(of->inference + j), NAME(load_mask)(of->mask + j), at,
                        value, count, maxima, trainer + MAX_LAG + done, inference + done,
-                       of->ratio ? of->ratio + j : NULL);
+                       written_from(of->written, j));
     }
     if (done < n) {
-        float t[LANES] = {0}, i[LANES] = {0}, ratio[LANES];
+        float t[LANES] = {0}, i[LANES] = {0}, advantages[LANES] = {0}, out[LANES];
+        struct written from = written_from(of->written, first + done), to = from;
         uint8_t mask[LANES] = {0};
         size_t left = (size_t)(n - done);
         memcpy(t, of->trainer + first + done, left * sizeof *t);
         memcpy(i, of->inference + first + done, left * sizeof *i);
         memcpy(mask, of->mask + first + done, left);
+        if (from.out) to.out = out;
+        if (from.advantages) to.advantages = memcpy(advantages, from.advantages, left * sizeof *advantages);
         NAME(stats_of)(NAME(load)(t), NAME(load)(i), NAME(load_mask)(mask), at, value, count, maxima,
-                       trainer + MAX_LAG + done, inference + done, of->ratio ? ratio : NULL);
-        if (of->ratio) memcpy(of->ratio + first + done, ratio, left * sizeof *ratio);
+                       trainer + MAX_LAG + done, inference + done, to);
+        if (from.out) memcpy(from.out, out, left * sizeof *out);
     }
     for (int k = 0; k < MAX_LAG; k++) {
         trainer[k] = NAME(partner)(of, first - MAX_LAG + k, start, stop);
@@ -203,12 +226,14 @@ static INLINE void NAME(large_ratios)(const float *trainer, const float *inferen
     }
 }
 
-/* The ratio of each token, written out. */
-static INLINE void NAME(write_ratios)(const float *trainer, const float *inference, int n, const struct limits *at,
-                                      float *out) {
+/* What is written of n tokens that are all compared. */
+static INLINE void NAME(write_clean)(const float *trainer, const float *inference, int n, const struct limits *at,
+                                     struct written to) {
     for (int j = 0; j < n; j += LANES) {
         vf d = NAME(load)(trainer + j) - NAME(load)(inference + j);
-        NAME(store)(out + j, NAME(exp)(NAME(clamped)(d, at->max_exponent)));
+        vf ratio = NAME(exp)(NAME(clamped)(d, at->max_exponent));
+        struct written here = written_from(to, j);
+        NAME(store)(here.out, NAME(written_of)(d, ratio, at, &here));
     }
 }
 
@@ -242,7 +267,7 @@ static INLINE int NAME(clean_block)(const struct tokens *of, int64_t first, int 
     int small = at->k3_cap >= SMALL && !NAME(any)(found.max_abs >= SMALL);
     if (small) NAME(small_ratios)(found.power, n, value);
     else NAME(large_ratios)(trainer, inference, n, at, value);
-    if (of->ratio) NAME(write_ratios)(trainer, inference, n, at, of->ratio + first);
+    if (of->written.out) NAME(write_clean)(trainer, inference, n, at, written_from(of->written, first));
     if (NAME(any)((found.max_inference >= 0.0f) | (found.max_abs > at->disagrees_by)))
         NAME(clean_counts)(trainer, inference, n, at, sums->count);
     int clipped = NAME(any)(found.max_abs > at->residual_clip);
