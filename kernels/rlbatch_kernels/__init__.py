@@ -2,8 +2,10 @@
 
 from rlbatch_kernels.alignment import (
     AlignmentStats,
+    PolicyGradient,
     PolicyRatio,
     alignment_stats,
+    alignment_stats_and_policy_gradient,
     alignment_stats_and_ratio,
     policy_ratio,
 )
@@ -18,6 +20,7 @@ from rlbatch_kernels.errors import (
     TokenRangeError,
 )
 from rlbatch_kernels.ops import TokenStatistics, linear_logprobs, token_logprobs, token_statistics
+from rlbatch_kernels.per_token import PolicyLoss
 from rlbatch_kernels.stats import LAGS, RESIDUAL_CLIP, STAT_COLUMNS, column
 from rlbatch_kernels.truncation import NO_ID, Kept, KeptIds, Truncation
 from rlbatch_kernels.vocab_parallel import VocabGroup
@@ -32,6 +35,8 @@ __all__ = [
     "KeptIds",
     "LAGS",
     "NO_ID",
+    "PolicyGradient",
+    "PolicyLoss",
     "PolicyRatio",
     "RESIDUAL_CLIP",
     "STAT_COLUMNS",
@@ -42,6 +47,7 @@ __all__ = [
     "Truncation",
     "VocabGroup",
     "alignment_stats",
+    "alignment_stats_and_policy_gradient",
     "alignment_stats_and_ratio",
     "column",
     "last_backend",

@@ -18,6 +18,7 @@ from rlbatch_kernels.arguments import (
     require_tensor,
 )
 from rlbatch_kernels.errors import ShapeError
+from rlbatch_kernels.per_token import PolicyLoss, Written, require_loss
 from rlbatch_kernels.reference import bounded, k3
 
 
@@ -39,6 +40,15 @@ class AlignmentStats(NamedTuple):
     """[G, len(STAT_COLUMNS)] float64, as `alignment_stats` gives it."""
     ratio: Tensor
     """[B, T]: exp(log_ratio), clamped as in `PolicyRatio`, of the compared tokens of segments; else 1."""
+
+
+class PolicyGradient(NamedTuple):
+    """What `alignment_stats_and_policy_gradient` returns."""
+
+    table: Tensor
+    """[G, len(STAT_COLUMNS)] float64, as `alignment_stats` gives it."""
+    gradient: Tensor
+    """[B, T]: of the loss summed over the trained tokens of segments, to the trainer's logprobs; else 0."""
 
 
 def policy_ratio(trainer_logprobs: Tensor, inference_logprobs: Tensor, loss_mask: Tensor) -> PolicyRatio:
@@ -97,7 +107,9 @@ def alignment_stats(
 
     A row of the table is the same to the bit whatever else the batch holds. Values under the mask change
     nothing. Segments may overlap: each is counted by itself. Sums are exact to 1e-6 of the sum of their
-    terms' sizes, and in float64 on the torch backend. Segments on the host cost no device-to-host copy.
+    terms' sizes; those of k3, ratio and its square to 3e-6 where |log_ratio| is above 8, since a float32
+    log_ratio is itself rounded by up to 1e-6 there. On the torch backend they are float64. Segments on the
+    host cost no device-to-host copy.
 
     Args:
         trainer_logprobs: [B, T] float32 or float64, nats.
@@ -120,7 +132,8 @@ def alignment_stats(
         sum_log_ratio 0.5, sum_k3 0.1487, residual_sum_0 0.5 over 2 pairs,
         residual_sum_1 |-1.5 - -2.0| = 0.5 over 1 pair
     """
-    return _alignment_stats(trainer_logprobs, inference_logprobs, mask, segments, None, backend)
+    batch = (trainer_logprobs, inference_logprobs, mask)
+    return _table(batch, _checked(*batch, segments), backend)
 
 
 def alignment_stats_and_ratio(
@@ -148,27 +161,73 @@ def alignment_stats_and_ratio(
     Example:
         trainer [-1.0, -2.0], inference [-1.5, -2.0], segment (0, 0, 2, 0) -> ratio [1.6487, 1.0]
     """
+    batch = (trainer_logprobs, inference_logprobs, mask)
+    host = _checked(*batch, segments)
     # Ones are right where no segment is: no pass beside the kernel's fills them in.
-    ratio = torch.ones_like(trainer_logprobs, memory_format=torch.contiguous_format, requires_grad=False)
-    table = _alignment_stats(trainer_logprobs, inference_logprobs, mask, segments, ratio, backend)
-    return AlignmentStats(table=table, ratio=ratio)
+    out = torch.ones_like(trainer_logprobs, memory_format=torch.contiguous_format, requires_grad=False)
+    table = _table(batch, host, backend, Written(out=out))
+    return AlignmentStats(table=table, ratio=out)
 
 
-def _alignment_stats(
-    trainer: Tensor,
-    inference: Tensor,
+def alignment_stats_and_policy_gradient(
+    trainer_logprobs: Tensor,
+    inference_logprobs: Tensor,
     mask: Tensor,
     segments: Tensor,
-    ratio: Tensor | None,
-    backend: str,
-) -> Tensor:
+    advantages: Tensor,
+    *,
+    loss: PolicyLoss,
+    backend: str = backends.AUTO,
+) -> PolicyGradient:
+    """`alignment_stats`, and in the same pass the gradient of a policy loss to the trainer's logprobs.
+
+    The gradient is that of the sum over tokens; divide it by the step's normaliser, and hand it to
+    `trainer_logprobs.backward` once the table has been judged. What is not finite at a trained token gives
+    NaN, but a trainer's logprob of -inf (a target outside its kept set) 0.
+
+    Args:
+        trainer_logprobs: as `alignment_stats`; the ratio is to the inference logprobs.
+        inference_logprobs: as `alignment_stats`.
+        mask: as `alignment_stats`.
+        segments: as `alignment_stats`; a token in none of them has gradient 0.
+        advantages: [B, T] in the dtype of trainer_logprobs; what else weighs a token, such as the length of
+            its sequence, is multiplied into it. Anything where not trained.
+        loss: which loss.
+        backend: as `alignment_stats`.
+
+    Raises:
+        ShapeError, DtypeError, BackendError: as `alignment_stats`; advantages are held to the same.
+        ScaleError: bounds of the loss that are not in order.
+
+    Example:
+        trainer [-1.0, -2.0], inference [-1.5, -2.0], advantages [1.0, -1.0], segment (0, 0, 2, 0),
+        PolicyLoss(kind="clip", low=0.8, high=1.2) -> ratios 1.6487 and 1, gradient [0.0, 1.0]
+    """
+    batch = (trainer_logprobs, inference_logprobs, mask)
+    host = _checked(*batch, segments)
+    require_tensor("advantages", advantages, (trainer_logprobs.dtype,))
+    require_shape("advantages", advantages, trainer_logprobs.shape, "that of trainer_logprobs")
+    require_device("advantages", advantages, trainer_logprobs.device, "trainer_logprobs")
+    out = torch.zeros_like(trainer_logprobs, memory_format=torch.contiguous_format, requires_grad=False)
+    written = Written(out=out, loss=require_loss(loss), advantages=advantages.detach().contiguous())
+    table = _table(batch, host, backend, written)
+    return PolicyGradient(table=table, gradient=out)
+
+
+def _checked(trainer: Tensor, inference: Tensor, mask: Tensor, segments: Tensor) -> Tensor:
+    """The segments [G, 4] int64 on the host, once all arguments are in order."""
     _require_logprobs(trainer, inference, "mask", mask)
     if trainer.dim() != 2:
         raise ShapeError(f"trainer_logprobs: found shape {list(trainer.shape)}, expected [B, T]")
-    host = _host_segments(segments, trainer)
-    chosen = backends.choose("alignment_stats", backend, trainer, inference)
+    return _host_segments(segments, trainer)
+
+
+def _table(
+    batch: tuple[Tensor, Tensor, Tensor], segments: Tensor, backend: str, written: Written | None = None
+) -> Tensor:
+    chosen = backends.choose("alignment_stats", backend, *batch[:2])
     with torch.no_grad():
-        return chosen.segment_stats(trainer, inference, mask, host, ratio)
+        return chosen.segment_stats(*batch, segments, written)
 
 
 def _require_logprobs(trainer: Tensor, inference: Tensor, mask_name: str, mask: Tensor) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-INTERFACE = 1
+INTERFACE = 2
 """What `csrc/kernels.c` must say it is; a library built from other sources is not used."""
 
 ELEMENTS_A_THREAD = 2**16
@@ -71,6 +71,18 @@ class Limits(ctypes.Structure):
             "disagrees_by",
             "residual_clip",
         )
+    )
+
+
+class Written(ctypes.Structure):
+    """`struct written`."""
+
+    _fields_ = (
+        ("out", _Pointer),
+        ("advantages", _Pointer),
+        ("kind", _Int64),
+        ("low", ctypes.c_float),
+        ("high", ctypes.c_float),
     )
 
 
@@ -143,7 +155,8 @@ def _declare(loaded: ctypes.CDLL) -> None:
     loaded.rlb_level_name.argtypes = (number,)
     loaded.rlb_alignment_stats.restype = number
     loaded.rlb_alignment_stats.argtypes = (
-        *[_Pointer] * 4,
+        *[_Pointer] * 3,
+        ctypes.POINTER(Written),
         _Int64,
         _Pointer,
         _Int64,

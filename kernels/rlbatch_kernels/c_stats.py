@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from rlbatch_kernels import c_library, stats
+from rlbatch_kernels.per_token import Written
 from rlbatch_kernels.reference import MAX_EXPONENT
 
 LIMITS = c_library.Limits(
@@ -19,11 +20,11 @@ LIMITS = c_library.Limits(
 
 
 def segment_stats(
-    trainer: Tensor, inference: Tensor, mask: Tensor, segments: Tensor, ratio: Tensor | None = None
+    trainer: Tensor, inference: Tensor, mask: Tensor, segments: Tensor, written: Written | None = None
 ) -> Tensor:
     """The table [G, len(STAT_COLUMNS)] float64, as `stats.segment_stats`; arguments are trusted.
 
-    A token's numbers are float32, sums of more than 256 tokens float64: 1e-6 relative.
+    A token's numbers are float32, as are sums of up to 64 tokens a lane; all others float64.
     """
     trainer, inference, mask = trainer.contiguous(), inference.contiguous(), mask.contiguous()
     segments = segments.to(torch.int64).contiguous()
@@ -32,7 +33,7 @@ def segment_stats(
         c_library.pointer(trainer),
         c_library.pointer(inference),
         c_library.pointer(mask),
-        c_library.pointer(ratio),
+        None if written is None else ctypes.byref(_described(written)),
         trainer.shape[1],
         c_library.pointer(segments),
         len(segments),
@@ -44,3 +45,14 @@ def segment_stats(
     if failed:
         raise MemoryError(f"alignment_stats: no memory for partial results of {len(segments)} segments")
     return table
+
+
+def _described(written: Written) -> c_library.Written:
+    loss = written.loss
+    return c_library.Written(
+        out=c_library.pointer(written.out),
+        advantages=c_library.pointer(written.advantages),
+        kind=written.kind,
+        low=0.0 if loss is None else loss.low,
+        high=0.0 if loss is None else loss.high,
+    )

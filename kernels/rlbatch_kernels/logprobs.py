@@ -10,9 +10,10 @@ from rlbatch_kernels.arguments import Trained
 from rlbatch_kernels.reference import compute_dtype, refuse_double_backward
 from rlbatch_kernels.shaping import Shaping
 from rlbatch_kernels.softmax import Coefficients, Softmax, Upstream
+from rlbatch_kernels.vocabulary import Vocabulary
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Plan:
     """How a call is carried out."""
 
@@ -20,8 +21,13 @@ class Plan:
     """The backend's."""
     shaping: Shaping
     """What is done to the logits first."""
-    in_place: bool
-    """The backward writes the gradient over the logits."""
+    vocabulary: Vocabulary
+    """Which columns count, and which are here."""
+
+    @property
+    def takes_logits_as_they_are(self) -> bool:
+        """True where nothing is done to the logits before the softmax."""
+        return self.shaping.changes_nothing and self.vocabulary.excludes_nothing
 
 
 class RowStatistics(torch.autograd.Function):
@@ -29,77 +35,87 @@ class RowStatistics(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, logits: Tensor, trained: Trained, plan: Plan, full: bool
+        ctx: FunctionCtx, logits: Tensor, trained: Trained, plan: Plan, full: bool, in_place: bool
     ) -> tuple[Tensor, ...]:
-        """Four [...] tensors, or only the logprobs unless `full`; 0 where not trained."""
-        softmax = plan.softmax(trained, full=full)
-        if plan.shaping.changes_nothing:
-            softmax.add_rows(logits)
+        """Four [...] tensors, or only the logprobs unless `full`; 0 where not trained.
+
+        `in_place`: the backward writes the gradient over the logits.
+        """
+        softmax, vocabulary = plan.softmax(trained, full=full), plan.vocabulary
+        if plan.takes_logits_as_they_are:
+            softmax.add_rows(logits, vocabulary.first_id)
         else:
             for rows in softmax.blocks(logits.shape[-1]):
-                softmax.add(plan.shaping.apply(_tile(logits, trained, rows)), rows, 0)
+                tile = plan.shaping.apply(_tile(logits, trained, rows))
+                vocabulary.learn(tile, rows)
+                vocabulary.exclude(tile, rows, 0)
+                softmax.add(tile, rows, vocabulary.first_id)
+                # The next tile must not be made while this one is held.
+                del tile
+        vocabulary.complete(softmax)
         ctx.save_for_backward(logits)
         ctx.set_materialize_grads(False)
-        ctx.softmax, ctx.plan = softmax, plan  # type: ignore[attr-defined]
+        ctx.softmax, ctx.plan, ctx.in_place = softmax, plan, in_place  # type: ignore[attr-defined]
         dtype = compute_dtype(logits)
         results = [softmax.logprobs()]
         if full:
             results += [softmax.log_sum_exp(), softmax.entropy()]
-        placed = [_placed(trained, values, dtype) for values in results]
+        outputs = [placed(trained, values, dtype) for values in results]
         if softmax.above is not None:
-            placed.append(_placed(trained, softmax.above + 1, torch.int64))
-            ctx.mark_non_differentiable(placed[-1])
-        return tuple(placed)
+            outputs.append(placed(trained, softmax.above + 1, torch.int64))
+            ctx.mark_non_differentiable(outputs[-1])
+        return tuple(outputs)
 
     @staticmethod
-    def backward(ctx: FunctionCtx, *grads: Tensor | None) -> tuple[Tensor | None, None, None, None]:
+    def backward(ctx: FunctionCtx, *grads: Tensor | None) -> tuple[Tensor | None, None, None, None, None]:
         """Gradient to the logits, in their dtype; 0 where not trained."""
         refuse_double_backward("token_logprobs")
         (logits,) = ctx.saved_tensors  # type: ignore[attr-defined]
         softmax: Softmax = ctx.softmax  # type: ignore[attr-defined]
         plan: Plan = ctx.plan  # type: ignore[attr-defined]
         if all(grad is None for grad in grads):
-            return None, None, None, None
+            return None, None, None, None, None
         trained = softmax.trained
         given = [None if grad is None else trained.gather(grad).to(torch.float64) for grad in grads[:3]]
         logprobs = torch.zeros_like(softmax.total) if given[0] is None else given[0]
         upstream = Upstream(
-            logprobs=logprobs, **dict(zip(("log_sum_exp", "entropy"), given[1:], strict=False))
+            logprobs=plan.vocabulary.upstream(softmax, logprobs),
+            **dict(zip(("log_sum_exp", "entropy"), given[1:], strict=False)),
         )
-        out = (
-            logits.detach()
-            if plan.in_place
-            else torch.empty_like(logits, memory_format=torch.contiguous_format)
-        )
-        if plan.in_place:
+        if ctx.in_place:  # type: ignore[attr-defined]
+            out = logits.detach()
             # Whoever else has kept the logits for a backward must notice.
             torch.autograd.graph.increment_version(logits)
-        _write_gradient(logits, softmax, plan.shaping, softmax.coefficients(upstream), out)
+        else:
+            out = torch.empty_like(logits, memory_format=torch.contiguous_format)
+        _write_gradient(logits, softmax, plan, softmax.coefficients(upstream), out)
         trained.zero_elsewhere(out)
-        return out, None, None, None
+        return out, None, None, None, None
 
 
-def _write_gradient(
-    logits: Tensor, softmax: Softmax, shaping: Shaping, given: Coefficients, out: Tensor
-) -> None:
-    if shaping.changes_nothing:
-        softmax.backward_rows(logits, given, out)
+def placed(trained: Trained, values: Tensor, dtype: torch.dtype) -> Tensor:
+    """[...] in `dtype`: the `values` [N] of the trained positions, 0 elsewhere."""
+    out = torch.zeros(trained.shape, dtype=dtype, device=values.device)
+    trained.put(out, values)
+    return out
+
+
+def _write_gradient(logits: Tensor, softmax: Softmax, plan: Plan, given: Coefficients, out: Tensor) -> None:
+    vocabulary = plan.vocabulary
+    if plan.takes_logits_as_they_are:
+        softmax.backward_rows(logits, given, out, vocabulary.first_id)
         return
     trained = softmax.trained
     for rows in softmax.blocks(logits.shape[-1]):
-        shaped = shaping.apply(_tile(logits, trained, rows))
-        slope = shaping.slope(shaped)
-        grad = softmax.backward(shaped, given, rows, 0)
+        tile = plan.shaping.apply(_tile(logits, trained, rows))
+        # Before the tile is overwritten.
+        slope = plan.shaping.slope(tile)
+        vocabulary.exclude(tile, rows, 0)
+        grad = softmax.backward(tile, given, rows, vocabulary.first_id)
         trained.put(out, grad if slope is None else grad * slope, rows)
         # The next tile must not be made while this one is held.
-        del shaped, slope, grad
+        del tile, slope, grad
 
 
 def _tile(logits: Tensor, trained: Trained, rows: slice) -> Tensor:
     return trained.gather(logits, rows).to(compute_dtype(logits))
-
-
-def _placed(trained: Trained, values: Tensor, dtype: torch.dtype) -> Tensor:
-    out = torch.zeros(trained.shape, dtype=dtype, device=values.device)
-    trained.put(out, values)
-    return out

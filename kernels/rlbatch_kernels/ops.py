@@ -20,13 +20,13 @@ from rlbatch_kernels.arguments import (
     select_trained,
 )
 from rlbatch_kernels.errors import DtypeError, ShapeError
-from rlbatch_kernels.kept_logprobs import KeptLinearLogprobs, KeptTokenLogprobs
-from rlbatch_kernels.linear import Head, LinearLogprobs
+from rlbatch_kernels.linear import LinearLogprobs
 from rlbatch_kernels.logprobs import Plan, RowStatistics
 from rlbatch_kernels.reference import compute_dtype
 from rlbatch_kernels.shaping import Shaping
 from rlbatch_kernels.truncation import Kept, select_kept
-from rlbatch_kernels.vocab_parallel import ShardedLinearLogprobs, ShardedTokenLogprobs, VocabGroup
+from rlbatch_kernels.vocab_parallel import Shard, VocabGroup
+from rlbatch_kernels.vocabulary import Vocabulary
 
 ROUNDED_DTYPES = (torch.float32, torch.bfloat16)
 """What `linear_logprobs` can be asked to hold logits in."""
@@ -91,24 +91,17 @@ def token_logprobs(
         TokenRangeError: a trained id outside [0, V); names the first positions and ids.
         BackendError: a backend asked for by name that cannot serve.
         GroupError: masks, targets or temperatures that differ between the ranks of `group`.
-        NotImplementedError: `kept` together with `group`, or either with `in_place_backward`.
+        NotImplementedError: `kept` together with `group`.
 
     Example:
         logits [0, ln 3], target 1, temperature 1 -> ln(3/4) = -0.2877; temperature 0.5 -> ln(9/10) = -0.1054;
         logits [0, ln 3, ln 4], target 1, kept=Truncation(top_k=2) -> ln(3/7) = -0.8473, target 0 -> -inf
     """
-    shaping = _shaping(1.0, soft_cap, vocab_mask)
-    _require_either(kept, group, {"in_place_backward": in_place_backward})
     arguments = (logits, target_ids, temperature, mask)
-    trained, plan = _plan("token_logprobs", arguments, shaping, in_place_backward, backend, group)
+    shaping = _shaping(1.0, soft_cap, vocab_mask)
+    trained, plan = _plan("token_logprobs", arguments, shaping, in_place_backward, backend, kept, group)
     logprobs: Tensor
-    if kept is not None:
-        sets = select_kept(kept, trained, vocab_size=logits.shape[-1], like=("logits", logits))
-        logprobs = KeptTokenLogprobs.apply(logits, trained, plan, sets)  # type: ignore[no-untyped-call]
-    elif group is not None:
-        logprobs = ShardedTokenLogprobs.apply(logits, trained, plan, group)  # type: ignore[no-untyped-call]
-    else:
-        (logprobs,) = RowStatistics.apply(logits, trained, plan, False)  # type: ignore[no-untyped-call]
+    (logprobs,) = RowStatistics.apply(logits, trained, plan, False, in_place_backward)  # type: ignore[no-untyped-call]
     return logprobs
 
 
@@ -145,11 +138,11 @@ def token_statistics(
         logits [0, ln 3], target 0, temperature 1 -> logprob ln(1/4) = -1.3863, log_sum_exp ln 4 = 1.3863,
         entropy ln 4 - 3/4 ln 3 = 0.5623, rank 2
     """
+    arguments = (logits, target_ids, temperature, mask)
     shaping = _shaping(1.0, soft_cap, vocab_mask)
-    trained, plan = _plan(
-        "token_statistics", (logits, target_ids, temperature, mask), shaping, in_place_backward, backend
-    )
-    return TokenStatistics(*RowStatistics.apply(logits, trained, plan, True))  # type: ignore[no-untyped-call]
+    trained, plan = _plan("token_statistics", arguments, shaping, in_place_backward, backend)
+    found = RowStatistics.apply(logits, trained, plan, True, in_place_backward)  # type: ignore[no-untyped-call]
+    return TokenStatistics(*found)
 
 
 def linear_logprobs(
@@ -187,7 +180,7 @@ def linear_logprobs(
         logits_dtype: float32 is exact; bfloat16 rounds logits as an engine or trainer with a bfloat16 head
             does, for bfloat16 arguments by a bfloat16 GEMM. None = float32 (float64 for float64 arguments).
         backend: `auto`, `c`, `triton` or `torch`: of the softmax; the products are the vendor library's.
-        kept: as for `token_logprobs`; logits of 64 tokens then exist for all columns at once.
+        kept: as for `token_logprobs`; with a `Truncation` logits of 64 tokens exist for all columns at once.
         group: as for `token_logprobs`; weight and bias are this rank's own rows of the head. The backward
             sums the gradient of hidden over the ranks itself.
 
@@ -201,38 +194,21 @@ def linear_logprobs(
             rule of `kept` out of range.
         TokenRangeError: a trained id outside [0, V); names the first positions and ids.
         GroupError: masks, targets or temperatures that differ between the ranks of `group`.
-        NotImplementedError: `kept` together with `group`, or either with logits in bfloat16.
+        NotImplementedError: `kept` together with `group`.
 
     Example:
         hidden [1], weight [[0], [ln 3]], target 1 -> ln(3/4) = -0.2877; logit_scale 2 -> ln(9/10) = -0.1054
     """
     _require_head(hidden, weight, bias)
     rounded = _logits_dtype(logits_dtype, compute_dtype(hidden, weight))
-    _require_either(kept, group, {"logits_dtype": rounded == torch.bfloat16})
-    vocab_size = _vocab_size("weight", weight.shape[0], group)
+    vocab_size = _vocab_size("weight", weight.shape[0], kept, group)
     trained = select_trained(target_ids, mask, temperature, vocab_size=vocab_size, like=("hidden", hidden))
-    shaping = _shaping(logit_scale, soft_cap, None)
-    softmax = backends.choose("linear_logprobs", backend, hidden, weight).softmax
-    tensors = (hidden, weight, bias)
-    logprobs: Tensor
-    if kept is not None:
-        sets = select_kept(kept, trained, vocab_size=vocab_size, like=("hidden", hidden))
-        plan = Plan(softmax=softmax, shaping=shaping, in_place=False)
-        logprobs = KeptLinearLogprobs.apply(*tensors, trained, plan, sets)  # type: ignore[no-untyped-call]
-        return logprobs
-    if group is not None:
-        plan = Plan(softmax=softmax, shaping=shaping, in_place=False)
-        logprobs = ShardedLinearLogprobs.apply(*tensors, trained, plan, group)  # type: ignore[no-untyped-call]
-        return logprobs
-    head = Head(
-        hidden=hidden,
-        weight=weight,
-        bias=bias,
-        trained=trained,
-        shaping=shaping,
-        logits_dtype=rounded,
+    plan = Plan(
+        softmax=backends.choose("linear_logprobs", backend, hidden, weight).softmax,
+        shaping=_shaping(logit_scale, soft_cap, None),
+        vocabulary=_vocabulary(kept, group, trained, vocab_size, ("hidden", hidden)),
     )
-    logprobs = LinearLogprobs.apply(*tensors, head, softmax)  # type: ignore[no-untyped-call]
+    logprobs: Tensor = LinearLogprobs.apply(hidden, weight, bias, trained, plan, rounded)  # type: ignore[no-untyped-call]
     return logprobs
 
 
@@ -242,6 +218,7 @@ def _plan(
     shaping: Shaping,
     in_place: bool,
     backend: str,
+    kept: Kept | None = None,
     group: VocabGroup | None = None,
 ) -> tuple[Trained, Plan]:
     logits, target_ids, temperature, mask = arguments
@@ -262,27 +239,31 @@ def _plan(
             "in_place_backward=True, expected every element in a place of its own (not expanded): "
             "gradients of elements that share one would overwrite each other"
         )
-    vocab_size = _vocab_size("logits", logits.shape[-1], group)
+    vocab_size = _vocab_size("logits", logits.shape[-1], kept, group)
     trained = select_trained(target_ids, mask, temperature, vocab_size=vocab_size, like=("logits", logits))
-    chosen = backends.choose(op, backend, logits)
-    return trained, Plan(softmax=chosen.softmax, shaping=shaping, in_place=in_place)
+    vocabulary = _vocabulary(kept, group, trained, vocab_size, ("logits", logits))
+    softmax = backends.choose(op, backend, logits).softmax
+    return trained, Plan(softmax=softmax, shaping=shaping, vocabulary=vocabulary)
 
 
-def _require_either(kept: Kept | None, group: VocabGroup | None, options: dict[str, bool]) -> None:
-    """Refuse what is not supported with a kept set or a sharded vocabulary; `options` are those in force."""
+def _vocabulary(
+    kept: Kept | None,
+    group: VocabGroup | None,
+    trained: Trained,
+    vocab_size: int,
+    like: tuple[str, Tensor],
+) -> Vocabulary:
+    if kept is not None:
+        return select_kept(kept, trained, vocab_size=vocab_size, like=like)
+    return Vocabulary() if group is None else Shard(group)
+
+
+def _vocab_size(name: str, num_columns: int, kept: Kept | None, group: VocabGroup | None) -> int:
+    """V, of which the argument `name` has `num_columns`."""
     if kept is not None and group is not None:
         raise NotImplementedError(
             "kept: a kept set over a sharded vocabulary is not supported; gather the logits"
         )
-    if kept is None and group is None:
-        return
-    for name, is_asked_for in options.items():
-        if is_asked_for:
-            raise NotImplementedError(f"{name}: not supported together with kept or group")
-
-
-def _vocab_size(name: str, num_columns: int, group: VocabGroup | None) -> int:
-    """V, of which the argument `name` has `num_columns`."""
     if group is None:
         return num_columns
     group.require_own(name, num_columns)

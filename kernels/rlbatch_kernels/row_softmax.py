@@ -32,12 +32,12 @@ class RowSoftmax(Softmax, ABC):
         logits = _in_rows(logits)
         self._forward(logits, _tile_offsets(logits), rows, first_column)
 
-    def add_rows(self, logits: Tensor) -> None:
-        """Take in all columns of the trained rows of `logits` [..., V], where they lie if rows are whole."""
+    def add_rows(self, logits: Tensor, first_column: int) -> None:
+        """Take in the trained rows of `logits` [..., v], where they lie if their columns lie side by side."""
         if _one_piece(logits):
-            self._forward(logits, self.trained.offsets(logits), slice(None), 0)
+            self._forward(logits, self.trained.offsets(logits), slice(None), first_column)
         else:
-            super().add_rows(logits)
+            super().add_rows(logits, first_column)
 
     def backward(
         self, logits: Tensor, given: Coefficients, rows: slice, first_column: int, out: Tensor | None = None
@@ -51,15 +51,15 @@ class RowSoftmax(Softmax, ABC):
         self._backward(logits, given, rows, first_column, places)
         return out
 
-    def backward_rows(self, logits: Tensor, given: Coefficients, out: Tensor) -> None:
+    def backward_rows(self, logits: Tensor, given: Coefficients, out: Tensor, first_column: int) -> None:
         """Write the gradient of the trained rows of `logits` [..., V] to `out`, which may be `logits`."""
         if not (_one_piece(logits) and _one_piece(out)):
-            super().backward_rows(logits, given, out)
+            super().backward_rows(logits, given, out, first_column)
             return
         offsets = self.trained.offsets(logits)
         out_offsets = offsets if out.stride() == logits.stride() else self.trained.offsets(out)
         places = Places(offsets=offsets, out=out, out_offsets=out_offsets)
-        self._backward(logits, given, slice(None), 0, places)
+        self._backward(logits, given, slice(None), first_column, places)
 
     @abstractmethod
     def _forward(self, logits: Tensor, offsets: Tensor, rows: slice, first_column: int) -> None:

@@ -84,10 +84,10 @@ class Softmax:
         self.total[rows] = kept + z.exp_().sum(dim=-1)
         self.maximum[rows] = maximum
 
-    def add_rows(self, logits: Tensor) -> None:
-        """Take in all columns of the trained rows of `logits` [..., V]."""
+    def add_rows(self, logits: Tensor, first_column: int) -> None:
+        """Take in the columns from `first_column`: the trained rows of `logits` [..., v]."""
         for rows in self.blocks(logits.shape[-1]):
-            self.add(self.trained.gather(logits, rows), rows, 0)
+            self.add(self.trained.gather(logits, rows), rows, first_column)
 
     def blocks(self, num_columns: int) -> list[slice]:
         """Rows in tiles of at most TILE_ELEMENTS logits."""
@@ -126,10 +126,10 @@ class Softmax:
         grad[row, column] += (given.at_target[rows] * inside).to(dtype)
         return grad.to(logits.dtype) if out is None else out.copy_(grad)
 
-    def backward_rows(self, logits: Tensor, given: Coefficients, out: Tensor) -> None:
+    def backward_rows(self, logits: Tensor, given: Coefficients, out: Tensor, first_column: int) -> None:
         """Write the gradient of the trained rows of `logits` [..., V] to `out`, which may be `logits`."""
         for rows in self.blocks(logits.shape[-1]):
-            grad = self.backward(self.trained.gather(logits, rows), given, rows, 0)
+            grad = self.backward(self.trained.gather(logits, rows), given, rows, first_column)
             self.trained.put(out, grad, rows)
             # The next tile must not be made while this one is held.
             del grad

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rlbatch_kernels.errors import ShapeError
+from rlbatch_kernels.per_token import Written
 from rlbatch_kernels.reference import bounded, k3
 
 LAGS = (-2, -1, 0, 1, 2)
@@ -77,19 +78,18 @@ def column(table: Tensor, name: str) -> Tensor:
 
 
 def segment_stats(
-    trainer: Tensor, inference: Tensor, mask: Tensor, segments: Tensor, ratio: Tensor | None = None
+    trainer: Tensor, inference: Tensor, mask: Tensor, segments: Tensor, written: Written | None = None
 ) -> Tensor:
     """The table [G, len(STAT_COLUMNS)] float64 on the device of the logprobs; arguments are trusted.
 
-    `segments` are on the host. Where `ratio` [B, T] is given, the ratio of every compared token of a segment
-    is written to it, and 1 for the segment's others.
+    `segments` are on the host. Where `written` is given, so is what it asks for, of every token of a segment.
     """
     lengths: list[int] = (segments[:, 2] - segments[:, 1]).tolist()
     segments = segments.to(trainer.device, non_blocking=True)
     table = torch.empty(len(lengths), len(STAT_COLUMNS), dtype=torch.float64, device=trainer.device)
     for first, last in _blocks(lengths):
         block = segments[first:last].to(torch.int64)
-        table[first:last] = _block_stats(trainer, inference, mask, block, sum(lengths[first:last]), ratio)
+        table[first:last] = _block_stats(trainer, inference, mask, block, sum(lengths[first:last]), written)
     return table
 
 
@@ -110,7 +110,7 @@ def _block_stats(
     mask: Tensor,
     segments: Tensor,
     num_tokens: int,
-    ratio: Tensor | None,
+    written: Written | None,
 ) -> Tensor:
     lengths = segments[:, 2] - segments[:, 1]
     # [M]: which segment a token is of, and its place in it. One segment's tokens lie side by side.
@@ -122,8 +122,8 @@ def _block_stats(
     where = (segments[owner, 0], segments[owner, 1] + offset)
     tokens = (trainer[where].to(torch.float64), inference[where].to(torch.float64), mask[where])
     values = _token_values(*tokens)
-    if ratio is not None:
-        ratio[where] = torch.where(values["num_compared"], values["sum_ratio"], 1.0).to(ratio.dtype)
+    if written is not None:
+        written.put(where, *tokens)
     for lag in LAGS:
         inside = (offset + lag >= 0) & (offset + lag < lengths[owner])
         values[f"residual_sum_{lag}"], values[f"residual_pairs_{lag}"] = _residuals(*tokens, inside, lag)

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from rlbatch_kernels import stats, triton_library
+from rlbatch_kernels.per_token import KINDS, Written
 from rlbatch_kernels.reference import MAX_EXPONENT
 
 PIECE = 4096
@@ -19,7 +20,7 @@ PARTIAL_WIDTH = 32
 
 
 def segment_stats(
-    trainer: Tensor, inference: Tensor, mask: Tensor, segments: Tensor, ratio: Tensor | None = None
+    trainer: Tensor, inference: Tensor, mask: Tensor, segments: Tensor, written: Written | None = None
 ) -> Tensor:
     """The table [G, len(STAT_COLUMNS)] float64, as `stats.segment_stats`; arguments are trusted.
 
@@ -32,14 +33,15 @@ def segment_stats(
         return table
     bounds, ends = (host.to(trainer.device) for host in _pieces(segments, trainer.shape[1]))
     partials = torch.empty(len(bounds), PARTIAL_WIDTH, dtype=torch.float64, device=trainer.device)
-    kernels = triton_library.stats()
+    kernels, loss = triton_library.stats(), None if written is None else written.loss
     with triton_library.on_device_of(trainer):
         if len(bounds):
             kernels.pieces[(len(bounds),)](
                 trainer.contiguous(),
                 inference.contiguous(),
                 mask.contiguous().view(torch.uint8),
-                ratio,
+                None if written is None else written.out,
+                None if written is None else written.advantages,
                 bounds,
                 partials,
                 MAX_EXPONENT,
@@ -48,7 +50,9 @@ def segment_stats(
                 stats.CONFIDENT_FROM,
                 stats.DISAGREES_BY,
                 stats.RESIDUAL_CLIP,
-                WITH_RATIO=ratio is not None,
+                0.0 if loss is None else loss.low,
+                0.0 if loss is None else loss.high,
+                KIND="" if written is None else KINDS[written.kind],
                 BLOCK=BLOCK,
                 WIDTH=PARTIAL_WIDTH,
                 num_warps=NUM_WARPS,

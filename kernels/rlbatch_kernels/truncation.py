@@ -6,14 +6,14 @@ temperature; then min_p, then top_k, then top_p of what is left. All that equal 
 PyTorch path (its Triton kernel keeps k). Of equals at the edge of a nucleus it keeps as many as are needed;
 which, its sort decides; here the target is one of them, since it was drawn. `KeptIds` replays recorded sets.
 
-A target outside its set has probability 0 there, so its logprob is -inf, and says so. Knows nothing of how
+A target outside its set has probability 0 there, so its logprob is -inf, a constant. Knows nothing of how
 logprobs are computed: a set only puts -inf where a tile of logits lies outside.
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -28,6 +28,9 @@ from rlbatch_kernels.arguments import (
     require_tensor,
 )
 from rlbatch_kernels.errors import DtypeError, ScaleError, ShapeError, TokenRangeError
+from rlbatch_kernels.reference import compute_dtype
+from rlbatch_kernels.softmax import Softmax
+from rlbatch_kernels.vocabulary import Vocabulary
 
 NO_ID = -1
 """Fills the rows of `KeptIds.ids` whose set is smaller than K."""
@@ -60,17 +63,17 @@ class KeptIds:
 Kept: TypeAlias = Truncation | KeptIds
 
 
-class KeptSets(Protocol):
-    """The sets of the N trained rows."""
+class _KeptSets(Vocabulary):
+    """The sets of the N trained rows, held fixed: no gradient reaches what decides them."""
 
-    def learn(self, logits: Tensor, rows: slice) -> None:
-        """See all columns [n, V] of some rows; once for each row, before it is excluded from."""
+    excludes_nothing = False
 
-    def exclude(self, logits: Tensor, rows: slice, first_column: int) -> None:
-        """Put -inf where a tile [n, v] lies outside, in place; NaN and +inf stay, to be seen."""
+    def upstream(self, softmax: Softmax, grad_logprobs: Tensor) -> Tensor:
+        """Nothing of targets outside: 0 times infinity, which a loss may give there, is NaN."""
+        return grad_logprobs.masked_fill(softmax.logprobs() == -math.inf, 0.0)
 
 
-def select_kept(kept: object, trained: Trained, *, vocab_size: int, like: tuple[str, Tensor]) -> KeptSets:
+def select_kept(kept: object, trained: Trained, *, vocab_size: int, like: tuple[str, Tensor]) -> Vocabulary:
     """Check `kept` against the argument `like` [..., X] and gather what is trained."""
     if isinstance(kept, Truncation):
         columns = [_column(rule, getattr(kept, rule.name), trained, like) for rule in _RULES]
@@ -80,11 +83,13 @@ def select_kept(kept: object, trained: Trained, *, vocab_size: int, like: tuple[
     raise DtypeError(f"kept: found {type(kept).__name__}, expected a Truncation, a KeptIds or None")
 
 
-class _Recomputed:
+class _Recomputed(_KeptSets):
     """Sets by rule: of each row the lowest logit kept, and from which id on those equal to it are.
 
     Both are found in one dtype and shape of tile and used in the same, so that the edge itself stays inside.
     """
+
+    needs_whole_rows = True
 
     def __init__(self, trained: Trained, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> None:
         self._temperature, self._target_ids = trained.temperature, trained.target_ids
@@ -128,17 +133,15 @@ class _Recomputed:
         logits.masked_fill_(outside, -math.inf)
 
     def _scaled(self, logits: Tensor, rows: slice) -> Tensor:
-        return logits / self._temperature[rows].to(logits.dtype).unsqueeze(-1)
+        dtype = compute_dtype(logits)
+        return logits.to(dtype) / self._temperature[rows].to(dtype).unsqueeze(-1)
 
 
-class _Listed:
+class _Listed(_KeptSets):
     """Sets by member."""
 
     def __init__(self, ids: Tensor) -> None:
         self._ids = ids
-
-    def learn(self, logits: Tensor, rows: slice) -> None:
-        """Nothing: the sets are known."""
 
     def exclude(self, logits: Tensor, rows: slice, first_column: int) -> None:
         width = logits.shape[-1]

@@ -18,15 +18,10 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 
-from rlbatch_kernels.arguments import Trained
 from rlbatch_kernels.errors import GroupError, ShapeError
-from rlbatch_kernels.head_tiles import HeadGradients, HeadTiles, scattered
-from rlbatch_kernels.linear import TOKEN_TILE
-from rlbatch_kernels.logprobs import Plan
-from rlbatch_kernels.reference import compute_dtype, refuse_double_backward
-from rlbatch_kernels.softmax import Softmax, Upstream
+from rlbatch_kernels.softmax import Softmax
+from rlbatch_kernels.vocabulary import Vocabulary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -89,89 +84,24 @@ class VocabGroup:
             )
 
 
-class ShardedTokenLogprobs(torch.autograd.Function):
-    """Logprobs of targets from a rank's own columns of the logits."""
+class Shard(Vocabulary):
+    """A rank's own columns."""
 
-    @staticmethod
-    def forward(ctx: FunctionCtx, logits: Tensor, trained: Trained, plan: Plan, group: VocabGroup) -> Tensor:
-        """[...] logprobs; 0 where not trained."""
-        dtype, softmax = compute_dtype(logits), plan.softmax(trained)
-        for rows in softmax.blocks(logits.shape[-1]):
-            tile = plan.shaping.apply(trained.gather(logits, rows).to(dtype))
-            softmax.add(tile, rows, group.first_column)
-        combine(softmax, trained, group)
-        ctx.save_for_backward(logits)
-        ctx.trained, ctx.softmax = trained, softmax  # type: ignore[attr-defined]
-        ctx.plan, ctx.group = plan, group  # type: ignore[attr-defined]
-        return scattered(softmax, trained, dtype)
+    def __init__(self, group: VocabGroup) -> None:
+        self._group = group
+        self.first_id = group.first_column
 
-    @staticmethod
-    def backward(ctx: FunctionCtx, grad_logprobs: Tensor) -> tuple[Tensor, None, None, None]:
-        """Gradient to the rank's own logits, in their dtype; 0 where not trained."""
-        refuse_double_backward("token_logprobs")
-        (logits,) = ctx.saved_tensors  # type: ignore[attr-defined]
-        trained, softmax = ctx.trained, ctx.softmax  # type: ignore[attr-defined]
-        plan, group = ctx.plan, ctx.group  # type: ignore[attr-defined]
-        grad_rows = trained.gather(grad_logprobs).to(torch.float64)
-        given, dtype = softmax.coefficients(Upstream(logprobs=grad_rows)), compute_dtype(logits)
-        out = torch.zeros(logits.shape, dtype=logits.dtype, device=logits.device)
-        for rows in softmax.blocks(logits.shape[-1]):
-            tile = plan.shaping.apply(trained.gather(logits, rows).to(dtype))
-            slope = plan.shaping.slope(tile)
-            grad = softmax.backward(tile, given, rows, group.first_column)
-            trained.put(out, grad if slope is None else grad * slope, rows)
-        return out, None, None, None
+    def complete(self, softmax: Softmax) -> None:
+        """Make the sums over a rank's own columns those over all, in place; the collectives of a forward.
 
+        Raises:
+            GroupError: masks, targets or temperatures that differ between the ranks; on every rank alike.
+        """
+        _combine(softmax, self._group)
 
-class ShardedLinearLogprobs(torch.autograd.Function):
-    """Logprobs of targets from hidden states and a rank's own rows of the head."""
-
-    @staticmethod
-    def forward(
-        ctx: FunctionCtx,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        trained: Trained,
-        plan: Plan,
-        group: VocabGroup,
-    ) -> Tensor:
-        """[...] logprobs; 0 where not trained."""
-        head = HeadTiles.of((hidden, weight, bias), trained, plan.shaping, token_tile=TOKEN_TILE)
-        softmax = plan.softmax(trained)
-        with torch.autocast(hidden.device.type, enabled=False):
-            for columns in head.columns():
-                for rows in head.rows():
-                    softmax.add(head.logits(rows, columns), rows, group.first_column + columns.start)
-        combine(softmax, trained, group)
-        ctx.save_for_backward(hidden, weight, bias)  # type: ignore[arg-type]
-        ctx.trained, ctx.softmax = trained, softmax  # type: ignore[attr-defined]
-        ctx.plan, ctx.group = plan, group  # type: ignore[attr-defined]
-        return scattered(softmax, trained, head.dtype)
-
-    @staticmethod
-    def backward(
-        ctx: FunctionCtx, grad_logprobs: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
-        """Gradients to the whole hidden, and to the rank's own weight and bias."""
-        refuse_double_backward("linear_logprobs")
-        hidden, weight, bias = ctx.saved_tensors  # type: ignore[attr-defined]
-        trained, softmax = ctx.trained, ctx.softmax  # type: ignore[attr-defined]
-        plan, group = ctx.plan, ctx.group  # type: ignore[attr-defined]
-        head = HeadTiles.of((hidden, weight, bias), trained, plan.shaping, token_tile=TOKEN_TILE)
-        grads = HeadGradients(head, ctx.needs_input_grad)  # type: ignore[attr-defined]
-        grad = trained.gather(grad_logprobs).to(torch.float64)
-        given = softmax.coefficients(Upstream(logprobs=grad))
-
-        def grad_of(logits: Tensor, rows: slice, columns: slice) -> Tensor:
-            grad_logits: Tensor = softmax.backward(logits, given, rows, group.first_column + columns.start)
-            return grad_logits
-
-        with torch.autocast(hidden.device.type, enabled=False):
-            grads.add_all(grad_of)
-        if grads.hidden is not None:
-            dist.all_reduce(grads.hidden, group=group.process_group)
-        return grads.hidden_like(hidden, trained), grads.weight, grads.bias, None, None, None
+    def complete_gradient(self, grad_hidden: Tensor) -> None:
+        """Sum it over the ranks, in place; the collective of a backward."""
+        dist.all_reduce(grad_hidden, group=self._group.process_group)
 
 
 def _gathered(mine: Tensor, process_group: dist.ProcessGroup) -> Tensor:
@@ -180,12 +110,8 @@ def _gathered(mine: Tensor, process_group: dist.ProcessGroup) -> Tensor:
     return torch.stack(parts)
 
 
-def combine(softmax: Softmax, trained: Trained, group: VocabGroup) -> None:
-    """Make the sums over a rank's own columns those over all, in place; the collectives of a forward.
-
-    Raises:
-        GroupError: masks, targets or temperatures that differ between the ranks; on every rank alike.
-    """
+def _combine(softmax: Softmax, group: VocabGroup) -> None:
+    trained = softmax.trained
     ids = trained.target_ids
     counts = group.gather(ids.new_tensor(ids.numel())).tolist()
     if len(set(counts)) > 1:

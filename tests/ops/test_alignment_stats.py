@@ -181,6 +181,25 @@ def test_a_large_ratio_is_capped_clamped_and_clipped(device: torch.device, backe
     assert found["residual_sum_0"] == RESIDUAL_CLIP
 
 
+# Below 1/4, below 1, up to 8, beyond, and where the exponent is clamped.
+@pytest.mark.parametrize(
+    ("size", "relative"), [(0.2499, 1e-6), (0.9, 1e-6), (7.9, 1e-6), (19.9, 3e-6), (25.0, 3e-6)]
+)
+@pytest.mark.parametrize("sign", [1, -1])
+def test_sums_of_equal_terms_stay_exact(
+    size: float, relative: float, sign: int, device: torch.device
+) -> None:
+    # Equal terms round alike in every sum, the worst case.
+    width = 3000
+    inference = torch.full((1, width), -7.3 - 30 * (sign > 0), device=device)
+    trainer, mask = inference + sign * size, torch.ones(1, width, dtype=torch.bool, device=device)
+    segments = torch.tensor([(0, 0, width, 0)])
+    found = alignment_stats(trainer, inference, mask, segments)[0].tolist()
+    truth = by_loop(trainer.cpu(), inference.cpu(), mask.cpu(), segments)[0]
+    for name, ours, exact in zip(STAT_COLUMNS, found, truth, strict=True):
+        assert abs(ours - exact) <= relative * abs(exact), name
+
+
 def test_small_log_ratios_keep_their_k3(device: torch.device) -> None:
     # x^2 / 2 to a relative 4e-8, where exp(x) - 1 - x in float32 would be noise.
     found = row_of([-(2.0**-23)] * 4, [0.0] * 4, device=device)

@@ -19,6 +19,7 @@ from rlbatch_kernels import (
     stats,
     token_statistics,
 )
+from rlbatch_kernels.per_token import PolicyLoss, Written
 
 pytestmark = pytest.mark.skipif(c_library.missing() is not None, reason="the C library was not built")
 
@@ -120,10 +121,10 @@ def test_gradients_are_rounded_to_the_nearest_half(level: str, dtype: torch.dtyp
     assert narrow.grad.isinf().any() == (dtype == torch.float16)
 
 
-# A segment is 16 tokens of AVX-512 (4, 8 of the others), clean blocks of at most 512, and what lacks a
-# partner: 17 to 34 have none or one vector of it, 511 to 1046 one or two blocks, whole or not.
+# A segment is 16 tokens of AVX-512 (4, 8 of the others), clean blocks of at most 1024, and what lacks a
+# partner: 17 to 34 have none or one vector of it, 1041 to 2067 one or two blocks, whole or not.
 @pytest.mark.parametrize(
-    "length", [0, 1, 2, 15, 16, 17, 18, 19, 33, 34, 511, 512, 529, 530, 531, 1028, 1042, 1046, 3000]
+    "length", [0, 1, 2, 15, 16, 17, 18, 19, 33, 34, 530, 1041, 1042, 1043, 1058, 2066, 2067, 3000]
 )
 def test_statistics_of_every_level_equal_torch(level: str, length: int) -> None:
     batch = a_batch(3, 3000)
@@ -225,7 +226,7 @@ def test_rows_of_a_larger_tensor_are_read_and_written_to_their_edges_only(dtype:
     assert torch.equal(around.detach().view(width)[outside], kept.view(width)[outside])
 
 
-@pytest.mark.parametrize("length", [1, 17, 512, 1040, 1555])
+@pytest.mark.parametrize("length", [1, 17, 1024, 1058, 2100])
 def test_statistics_touch_nothing_round_their_arguments(length: int) -> None:
     trainer, inference, mask = (tensor[1:] for tensor in a_batch(2, length))
     segments = torch.tensor([(0, 0, length, 0)])
@@ -237,11 +238,23 @@ def test_statistics_touch_nothing_round_their_arguments(length: int) -> None:
 
     sides = [amid(trainer, NAN), amid(inference, NAN), amid(mask, 1), amid(torch.zeros(1, length), 7.0)]
     *views, ratio = (whole[32 : 32 + length].unsqueeze(0) for whole in sides)
-    table = c_stats.segment_stats(*views, segments, ratio)
+    table = c_stats.segment_stats(*views, segments, Written(out=ratio))
     assert torch.equal(table, alignment_stats(trainer, inference, mask, segments, backend="c"))
     assert (sides[3][:32] == 7).all()
     assert (sides[3][32 + length :] == 7).all()
     torch.testing.assert_close(ratio, (trainer - inference).exp(), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["clip", "cap"])
+@pytest.mark.parametrize("length", [3, 16, 1500])
+def test_policy_gradients_of_every_level_equal_torch(level: str, kind: str, length: int) -> None:
+    batch = [tensor[:, :length].contiguous() for tensor in a_batch(2, 1500)]
+    segments = torch.tensor([(row, 0, length, 0) for row in range(2)])
+    loss, advantages = PolicyLoss(kind=kind, low=0.9, high=1.05), normal(2, length, seed=7)
+    found, exact = (torch.full((2, length), 7.0) for _ in range(2))
+    for module, out in ((c_stats, found), (stats, exact)):
+        module.segment_stats(*batch, segments, Written(out=out, loss=loss, advantages=advantages))
+    torch.testing.assert_close(found, exact, rtol=3e-6, atol=0, equal_nan=True)
 
 
 def test_the_limits_are_those_of_the_reference() -> None:

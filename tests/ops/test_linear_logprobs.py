@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlbatch_kernels import TokenRangeError, linear, linear_logprobs, token_logprobs
+from rlbatch_kernels import TokenRangeError, head, linear_logprobs, token_logprobs
 
 pytestmark = pytest.mark.usefixtures("backend")
 
@@ -52,9 +52,9 @@ def problem(num_tokens: int, vocab_size: int, width: int) -> tuple[Tensor, Tenso
 @pytest.fixture
 def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of 5 tokens and 16 columns, so that small problems have many, the last ones ragged."""
-    monkeypatch.setattr(linear, "TOKEN_TILE", 5)
-    monkeypatch.setattr(linear, "TALL_TILES", 1)
-    monkeypatch.setattr(linear, "VOCAB_TILE", 16)
+    monkeypatch.setattr(head, "TOKEN_TILE", 5)
+    monkeypatch.setattr(head, "TALL_TILES", 1)
+    monkeypatch.setattr(head, "VOCAB_TILE", 16)
 
 
 def test_worked_example_of_the_docstring(device: torch.device) -> None:
@@ -369,7 +369,7 @@ def test_no_result_of_any_operation_is_larger_than_a_tile() -> None:
     with Products() as seen:
         mask = torch.ones(1500, dtype=torch.bool)
         linear_logprobs(hidden, weight, ids, temperature=1.0, mask=mask).sum().backward()
-    assert seen.largest == linear.TOKEN_TILE * linear.VOCAB_TILE < 1500 * 9000
+    assert seen.largest == head.TOKEN_TILE * head.VOCAB_TILE < 1500 * 9000
 
 
 def test_autocast_does_not_reach_in() -> None:

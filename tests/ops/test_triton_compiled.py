@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from rlbatch_kernels import STAT_COLUMNS, triton_library, triton_softmax, triton_stats
+from rlbatch_kernels.per_token import KINDS
 
 if (reason := triton_library.missing()) is not None:
     pytest.skip(reason, allow_module_level=True)
@@ -136,19 +137,20 @@ def test_triton_backward_reads_and_writes_in_vectors(
 
 
 # Segments begin anywhere, so their loads are lane by lane.
-@pytest.mark.parametrize("with_ratio", [False, True])
-def test_triton_statistics_hold_every_sum_in_registers(capability: int, with_ratio: bool) -> None:
+@pytest.mark.parametrize("kind", ["", *KINDS])
+def test_triton_statistics_hold_every_sum_in_registers(capability: int, kind: str) -> None:
     types = {"trainer": "*fp32", "inference": "*fp32", "mask": "*u8", "bounds": "*i64", "partials": "*fp64"}
-    types |= dict.fromkeys(LIMITS, "fp32")
+    types |= dict.fromkeys((*LIMITS, "low", "high"), "fp32")
     constants: dict[str, Any] = {
-        "WITH_RATIO": with_ratio,
+        "KIND": kind,
         "BLOCK": triton_stats.BLOCK,
         "WIDTH": triton_stats.PARTIAL_WIDTH,
     }
-    if with_ratio:
-        types["ratio"] = "*fp32"
-    else:
-        constants["ratio"] = None
+    for name, read_by in (("out", KINDS), ("advantages", KINDS[1:])):
+        if kind in read_by:
+            types[name] = "*fp32"
+        else:
+            constants[name] = None
     warps = triton_stats.NUM_WARPS
     ptx, usage = compiled(triton_library.stats().pieces, (types, constants), capability, warps)
     assert_nothing_spills(usage, warps)

@@ -18,7 +18,7 @@ from rlbatch_kernels import (
     ShapeError,
     TokenRangeError,
     Truncation,
-    kept_logprobs,
+    head,
     linear_logprobs,
     token_logprobs,
     truncation,
@@ -313,8 +313,9 @@ def test_replayed_sets_are_those_given() -> None:
 def test_from_hidden_states_it_is_the_same(
     kept: Any, soft_cap: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kept_logprobs, "TOKEN_TILE", 4)
-    monkeypatch.setattr("rlbatch_kernels.head_tiles.VOCAB_TILE", 32)
+    monkeypatch.setattr(head, "TOKEN_TILE", 4)
+    monkeypatch.setattr(head, "WHOLE_ROWS_TILE", 4)
+    monkeypatch.setattr(head, "VOCAB_TILE", 32)
     leaves = [normal(11, 8, scale=1, seed=1), normal(200, 8, scale=1, seed=2), normal(200, scale=1, seed=3)]
     hidden, weight, bias = (leaf.double().requires_grad_() for leaf in leaves)
     mask = torch.arange(11) % 4 != 2
@@ -356,6 +357,36 @@ def test_the_edge_of_a_half_precision_head_stays_inside_in_the_backward() -> Non
     assert found.tolist() == [0.0] * 70
     found.sum().backward()
     assert not hidden.grad.any()
+
+
+# bfloat16 logits tie often, so that edges are decided by id.
+@pytest.mark.parametrize("kept", [Truncation(top_k=9), Truncation(top_p=0.8), Truncation(min_p=0.05)])
+def test_sets_of_a_head_that_rounds_are_those_of_its_rounded_logits(kept: Truncation) -> None:
+    hidden, weight = normal(70, 48, scale=1, seed=1).bfloat16(), normal(5000, 48, scale=0.4).bfloat16()
+    ids, mask = torch.arange(70), torch.ones(70, dtype=torch.bool)
+    logits = hidden @ weight.T
+    ids[::2] = logits.argmax(-1)[::2]
+    call: dict[str, Any] = {"temperature": 0.7, "mask": mask, "kept": kept}
+    found = linear_logprobs(hidden, weight, ids, logits_dtype=torch.bfloat16, **call)
+    expected = token_logprobs(logits, ids, **call)
+    assert (found == -math.inf).any()
+    torch.testing.assert_close(found, expected, rtol=0, atol=5e-6)
+
+
+@pytest.mark.parametrize("kept", [Truncation(top_k=3), KeptIds(ids=torch.arange(0, 50, 3).expand(6, -1))])
+def test_a_gradient_in_place_is_the_same_gradient(kept: Any) -> None:
+    call: dict[str, Any] = {"temperature": 0.7, "mask": torch.arange(6) % 3 != 1, "kept": kept}
+    grads = []
+    for in_place in (False, True):
+        leaf = normal(6, 50)
+        # The target is in every set.
+        leaf[:, 0] = 5.0
+        leaf.requires_grad_()
+        ids = torch.zeros(6, dtype=torch.int64)
+        token_logprobs(leaf * 1.0, ids, **call, in_place_backward=in_place).sum().backward()
+        grads.append(leaf.grad)
+    assert grads[0].any()
+    assert torch.equal(grads[0], grads[1])
 
 
 def test_nothing_trained_needs_no_set() -> None:

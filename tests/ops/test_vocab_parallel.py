@@ -124,6 +124,20 @@ def same_bits(group: VocabGroup) -> list[bool]:
     return [torch.equal(found, together[:n]) for n, found in alone.items()]
 
 
+def rounded_bits(group: VocabGroup) -> bool:
+    """Whether a head that rounds gives this rank the logprobs of its rounded logits, in place or not."""
+    own = slice(group.first_column, group.first_column + group.sizes[group.rank])
+    hidden, weight = normal(9, 32).bfloat16(), normal(VOCAB_SIZE, 32, scale=0.3, seed=1).bfloat16()[own]
+    call: dict[str, Any] = {"temperature": 0.7, "mask": torch.ones(9, dtype=torch.bool), "group": group}
+    ids, leaf = torch.tensor(TARGETS), (hidden @ weight.T).requires_grad_()
+    linear = linear_logprobs(hidden, weight, ids, logits_dtype=torch.bfloat16, **call)
+    grads = []
+    for in_place in (False, True):
+        token = token_logprobs(leaf * 1.0, ids, in_place_backward=in_place, **call)
+        grads.append(torch.autograd.grad(token.sum(), leaf)[0])
+    return bool((linear - token).abs().max() <= 5e-6) and torch.equal(*grads)
+
+
 def rank_main(rank: int, world: int, folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=world)
@@ -131,6 +145,7 @@ def rank_main(rank: int, world: int, folder: Path) -> None:
     answer: dict[Any, Any] = {cap: sharded(group, cap) for cap in SOFT_CAPS}
     answer["poisoned"] = poisoned(group)
     answer["bits"] = same_bits(group)
+    answer["rounded"] = rounded_bits(group)
     answer["refusals"] = refusals(group)
     answer["facts"] = (group.vocab_size, group.first_column)
     torch.save(answer, folder / f"{rank}.pt")
@@ -203,6 +218,10 @@ def test_what_is_not_finite_on_one_rank_is_nan_on_all(answers: list[dict[Any, An
 def test_a_token_alone_has_the_same_bits_as_in_its_batch(answers: list[dict[Any, Any]]) -> None:
     for answer in answers:
         assert answer["bits"] == [True] * 5
+
+
+def test_logits_in_bfloat16_and_gradients_in_place_are_taken_too(answers: list[dict[Any, Any]]) -> None:
+    assert [answer["rounded"] for answer in answers] == [True] * len(answers)
 
 
 def test_ranks_that_disagree_are_told_so_on_every_rank(answers: list[dict[Any, Any]]) -> None:

@@ -20,7 +20,7 @@
 #define EXPORT __attribute__((visibility("default")))
 
 /* Raised with every change of what is exported; c_library.py refuses another one. */
-enum { INTERFACE = 1 };
+enum { INTERFACE = 2 };
 
 static const float LOG2_E = 1.44269504f;
 /* ln 2 = LN2_HIGH + LN2_LOW; the first has 15 bits, so that its product with a small whole number is exact. */
@@ -43,8 +43,13 @@ enum { PREFETCH_BYTES = 2048, PREFETCH = 512 };
 /* |log_ratio| below which a short series gives k3; there k3 is below 0.035. */
 static const float SMALL = 0.25f;
 
+/* The series of k3 and of (ratio - 1)^2 in log_ratio: factors of its first, second, ... power. */
+enum { NUM_POWERS = 7 };
+static const float OF_K3[NUM_POWERS] = {0, 1.0f / 2, 1.0f / 6, 1.0f / 24, 1.0f / 120, 1.0f / 720, 1.0f / 5040};
+static const float OF_SQUARE[NUM_POWERS] = {0, 1, 1, 14.0f / 24, 30.0f / 120, 62.0f / 720, 126.0f / 5040};
+
 /* Tokens that one lane adds up in float32 before it is folded into float64. */
-enum { LANE_TOKENS = 32 };
+enum { LANE_TOKENS = 64 };
 /* Tokens between two entries in the table of partial results. */
 enum { CHUNK = 1 << 16 };
 
@@ -67,12 +72,28 @@ struct limits {
     float max_exponent, k3_cap, zero_needs_below, confident_from, disagrees_by, residual_clip;
 };
 
+/* What is written of each token: its ratio, or the gradient of a policy loss to the trainer's logprob, as
+ * per_token.py defines them and numbers them. */
+enum { RATIO = 0, CLIP = 1, CAP = 2 };
+struct written {
+    float *out;
+    const float *advantages; /* NULL for RATIO */
+    int64_t kind;
+    float low, high;
+};
+
 /* One row of the batch. */
 struct tokens {
     const float *trainer, *inference;
     const uint8_t *mask;
-    float *ratio; /* or NULL */
+    struct written written; /* out NULL where nothing is written */
 };
+
+static struct written written_from(struct written from, int64_t offset) {
+    if (from.out) from.out += offset;
+    if (from.advantages) from.advantages += offset;
+    return from;
+}
 
 /* One row's softmax so far. */
 struct softmax {
@@ -209,7 +230,7 @@ static void stats_item(const void *argument, int64_t chunk) {
     int64_t first = start + (chunk - job->first_chunk[low]) * CHUNK;
     int64_t last = stop - first < CHUNK ? stop : first + CHUNK;
     struct tokens row = {job->batch.trainer + offset, job->batch.inference + offset, job->batch.mask + offset,
-                         job->batch.ratio ? job->batch.ratio + offset : NULL};
+                         written_from(job->batch.written, offset)};
     job->level->stats_chunk(&row, start, stop, first, last, job->limits, job->partial + chunk * NUM_COLUMNS);
 }
 
@@ -220,10 +241,11 @@ static void add_row(double *to, const double *row) {
     }
 }
 
-/* The table [G, NUM_COLUMNS]; tensors [B, T] contiguous. 0, or 1 where memory could not be had. */
-EXPORT int rlb_alignment_stats(const float *trainer, const float *inference, const uint8_t *mask, float *ratio,
-                               int64_t stride, const int64_t *segments, int64_t num_segments,
-                               const struct limits *limits, double *table, int level, int threads) {
+/* The table [G, NUM_COLUMNS]; tensors [B, T] contiguous; `written` may be NULL. 0, or 1 where memory could not be had. */
+EXPORT int rlb_alignment_stats(const float *trainer, const float *inference, const uint8_t *mask,
+                               const struct written *written, int64_t stride, const int64_t *segments,
+                               int64_t num_segments, const struct limits *limits, double *table, int level,
+                               int threads) {
     int64_t *first_chunk = malloc((size_t)(num_segments + 1) * sizeof *first_chunk);
     if (!first_chunk) return 1;
     first_chunk[0] = 0;
@@ -237,8 +259,8 @@ EXPORT int rlb_alignment_stats(const float *trainer, const float *inference, con
         free(first_chunk);
         return 1;
     }
-    struct stats_job job = {{trainer, inference, mask, ratio}, stride, segments, first_chunk, num_segments, limits,
-                            &LEVELS[level], partial};
+    struct tokens batch = {trainer, inference, mask, written ? *written : (struct written){0}};
+    struct stats_job job = {batch, stride, segments, first_chunk, num_segments, limits, &LEVELS[level], partial};
     run((struct work){stats_item, &job, num_chunks, 0}, threads);
     for (int64_t g = 0; g < num_segments; g++) {
         double *row = table + g * NUM_COLUMNS;

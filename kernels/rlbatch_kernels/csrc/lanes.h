@@ -40,15 +40,6 @@ static INLINE vf NAME(smaller)(vf x, vf other) {
 #endif
 }
 
-/* The smaller one of |x| and the limit. */
-static INLINE vf NAME(smaller_size)(vf x, vf limit) {
-#ifdef VECTOR_MIN_SIZE
-    return (vf)VECTOR_MIN_SIZE(x, limit);
-#else
-    return NAME(smaller)(NAME(absolute)(x), limit);
-#endif
-}
-
 /* Whether a comparison holds in any lane. */
 static INLINE int NAME(any)(vi where) {
 #ifdef VECTOR_SIGNS

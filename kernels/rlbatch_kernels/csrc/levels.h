@@ -50,8 +50,6 @@
 #define LANES 16
 #define VECTOR_MAX(x, y) _mm512_max_ps((__m512)(x), (__m512)(y))
 #define VECTOR_MIN(x, y) _mm512_min_ps((__m512)(x), (__m512)(y))
-/* 2: the operand of the smaller size; 8: without its sign. */
-#define VECTOR_MIN_SIZE(x, y) _mm512_range_ps((__m512)(x), (__m512)(y), 2 | 8)
 #define VECTOR_SIGNS(x) _mm512_movepi32_mask((__m512i)(x))
 #include "lanes.h"
 #include "softmax.h"
@@ -61,7 +59,6 @@
 #undef VECTOR_MAX
 #undef VECTOR_MIN
 #undef VECTOR_SIGNS
-#undef VECTOR_MIN_SIZE
 #if defined(__clang__)
 #pragma clang attribute pop
 #else

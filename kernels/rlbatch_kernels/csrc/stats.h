@@ -30,9 +30,27 @@ static INLINE vf NAME(clamped)(vf x, float limit) {
     return NAME(select)(x < -limit, NAME(splat)(-limit), x);
 }
 
+/* What is written of LANES tokens that are compared, from their log ratios and those clamped in an exponential. */
+static INLINE vf NAME(written_of)(vf d, vf ratio, const struct limits *at, const struct written *to) {
+    if (to->kind == RATIO) return ratio;
+    vf advantage = NAME(load)(to->advantages), low = NAME(splat)(to->low), high = NAME(splat)(to->high);
+    if (to->kind == CAP) return -advantage * NAME(larger)(low, NAME(smaller)(high, ratio));
+    vi up = advantage > 0.0f, inside = (up & (ratio <= high)) | (~up & (ratio >= low));
+    /* Beyond the largest exponent the ratio is a constant. */
+    return -advantage * (vf)((vi)ratio & inside & (NAME(absolute)(d) <= at->max_exponent));
+}
+
+/* The same of any tokens. A ratio is then 1; a gradient 0 where not trained and where the trainer excludes the
+ * target, and NaN where another logprob is not finite. */
+static INLINE vf NAME(written_of_any)(vf compared, vf t, vi mask, vi both, vi i_fine, const struct written *to) {
+    vf otherwise = NAME(splat)(1.0f);
+    if (to->kind != RATIO) otherwise = (vf)((vi)NAME(splat)(NAN) & mask & ~((t == -INFINITY) & i_fine));
+    return NAME(select)(both, compared, otherwise);
+}
+
 /* LANES tokens: everything but the residuals. What may stand in a pair goes to the two buffers, else NaN. */
 static INLINE void NAME(stats_of)(vf t, vf i, vi mask, const struct limits *at, vf *value, vi *count, vf *maxima,
-                                  float *usable_trainer, float *usable_inference, float *ratio_out) {
+                                  float *usable_trainer, float *usable_inference, struct written to) {
     const vf nan = NAME(splat)(__builtin_nanf(""));
     vi t_fine = mask & NAME(finite)(t), i_fine = mask & NAME(finite)(i), both = t_fine & i_fine;
     NAME(store)(usable_trainer, NAME(select)(t_fine, t, nan));
@@ -57,7 +75,9 @@ static INLINE void NAME(stats_of)(vf t, vf i, vi mask, const struct limits *at, 
     count[NUM_INFERENCE_FINE] -= i_fine;
     maxima[0] = NAME(larger)(size, maxima[0]);
     maxima[1] = NAME(larger)(NAME(select)(both, i, NAME(splat)(-INFINITY)), maxima[1]);
-    if (ratio_out) NAME(store)(ratio_out, NAME(select)(both, ratio, NAME(splat)(1.0f)));
+    if (!to.out) return;
+    vf written = NAME(written_of)(d, ratio, at, &to);
+    NAME(store)(to.out, NAME(written_of_any)(written, t, mask, both, i_fine, &to));
 }
 
 /* The residuals of a block: each inference logprob beside the trainer's at every lag. */
@@ -99,18 +119,21 @@ static INLINE void NAME(any_block)(const struct tokens *of, int64_t start, int64
         int64_t j = first + done;
         NAME(stats_of)(NAME(load)(of->trainer + j), NAME(load)(of->inference + j), NAME(load_mask)(of->mask + j), at,
                        value, count, maxima, trainer + MAX_LAG + done, inference + done,
-                       of->ratio ? of->ratio + j : NULL);
+                       written_from(of->written, j));
     }
     if (done < n) {
-        float t[LANES] = {0}, i[LANES] = {0}, ratio[LANES];
+        float t[LANES] = {0}, i[LANES] = {0}, advantages[LANES] = {0}, out[LANES];
+        struct written from = written_from(of->written, first + done), to = from;
         uint8_t mask[LANES] = {0};
         size_t left = (size_t)(n - done);
         memcpy(t, of->trainer + first + done, left * sizeof *t);
         memcpy(i, of->inference + first + done, left * sizeof *i);
         memcpy(mask, of->mask + first + done, left);
+        if (from.out) to.out = out;
+        if (from.advantages) to.advantages = memcpy(advantages, from.advantages, left * sizeof *advantages);
         NAME(stats_of)(NAME(load)(t), NAME(load)(i), NAME(load_mask)(mask), at, value, count, maxima,
-                       trainer + MAX_LAG + done, inference + done, of->ratio ? ratio : NULL);
-        if (of->ratio) memcpy(of->ratio + first + done, ratio, left * sizeof *ratio);
+                       trainer + MAX_LAG + done, inference + done, to);
+        if (from.out) memcpy(from.out, out, left * sizeof *out);
     }
     for (int k = 0; k < MAX_LAG; k++) {
         trainer[k] = NAME(partner)(of, first - MAX_LAG + k, start, stop);
@@ -125,7 +148,8 @@ static INLINE void NAME(any_block)(const struct tokens *of, int64_t start, int64
 
 /* What a clean block adds, told apart from what any block adds by its first pass. */
 struct NAME(clean) {
-    vf log_ratio, abs_log_ratio, sq_log_ratio, residual[NUM_LAGS], max_abs, max_inference;
+    vf power[NUM_POWERS]; /* power[k]: the sum of log_ratio^(k + 1) */
+    vf abs_log_ratio, residual[NUM_LAGS], max_abs, max_inference;
 };
 
 static INLINE int NAME(all_trained)(const uint8_t *mask, int n) {
@@ -137,69 +161,79 @@ static INLINE int NAME(all_trained)(const uint8_t *mask, int n) {
 /* One pass over n tokens whose partners at every lag are there: all that needs no exponential. Lag 0 is left
  * out: where no |log_ratio| reaches the clip its residuals are the |log_ratio| themselves. */
 static INLINE void NAME(clean_pass)(const float *trainer, const float *inference, int n, float clip,
-                                    float *log_ratio, struct NAME(clean) *to) {
+                                    struct NAME(clean) *to) {
     struct NAME(clean) sums = *to;
     for (int j = 0; j < n; j += LANES) {
         __builtin_prefetch(trainer + j + PREFETCH);
         __builtin_prefetch(inference + j + PREFETCH);
         vf i = NAME(load)(inference + j), d = NAME(load)(trainer + j) - i, size = NAME(absolute)(d);
-        NAME(store)(log_ratio + j, d);
-        sums.log_ratio += d;
+        vf square = d * d, cube = square * d;
+        sums.power[0] += d;
+        sums.power[1] += square;
+        sums.power[2] += square * d;
+        sums.power[3] += square * square;
+        sums.power[4] += square * cube;
+        sums.power[5] += cube * cube;
+        sums.power[6] += cube * (square * square);
         sums.abs_log_ratio += size;
-        sums.sq_log_ratio += d * d;
         sums.max_abs = NAME(larger)(size, sums.max_abs);
         sums.max_inference = NAME(larger)(i, sums.max_inference);
         for (int lag = 0; lag < NUM_LAGS; lag++) {
             if (lag == MAX_LAG) continue;
-            vf apart = i - NAME(load)(trainer + j + lag - MAX_LAG);
-            sums.residual[lag] += NAME(smaller_size)(apart, NAME(splat)(clip));
+            vf apart = NAME(absolute)(i - NAME(load)(trainer + j + lag - MAX_LAG));
+            sums.residual[lag] += NAME(smaller)(apart, NAME(splat)(clip));
         }
     }
     *to = sums;
 }
 
 /* The sum of |log_ratio|, each clipped: the residuals at lag 0. */
-static INLINE vf NAME(clipped_sizes)(const float *log_ratio, int n, float clip) {
+static INLINE vf NAME(clipped_sizes)(const float *trainer, const float *inference, int n, float clip) {
     vf sum = {0};
-    for (int j = 0; j < n; j += LANES)
-        sum += NAME(smaller_size)(NAME(load)(log_ratio + j), NAME(splat)(clip));
+    for (int j = 0; j < n; j += LANES) {
+        vf size = NAME(absolute)(NAME(load)(trainer + j) - NAME(load)(inference + j));
+        sum += NAME(smaller)(size, NAME(splat)(clip));
+    }
     return sum;
 }
 
-/* The sums over ratios, of n log ratios below SMALL. With u = ratio - 1 = log_ratio + k3 the sum of ratios is
- * n + sum u, and that of their squares n + 2 sum u + sum u^2. */
-static INLINE void NAME(small_ratios)(const float *log_ratio, int n, vf sum_log_ratio, vf *value, float *ratio_out) {
-    vf sum_k3 = {0}, sum_sq = {0};
-    for (int j = 0; j < n; j += LANES) {
-        vf d = NAME(load)(log_ratio + j);
-        /* 1/7! to 1/2!; at 1/4 the first term left out is 1e-8 of the sum. */
-        vf series = d * 1.9841270e-4f + 1.3888889e-3f;
-        series = series * d + 8.3333333e-3f;
-        series = series * d + 4.1666668e-2f;
-        series = series * d + 1.6666667e-1f;
-        series = series * d + 0.5f;
-        vf k3 = series * (d * d), above_one = d + k3;
-        sum_k3 += k3;
-        sum_sq += above_one * above_one;
-        if (ratio_out) NAME(store)(ratio_out + j, 1.0f + above_one);
+/* The sums over ratios, of n log ratios below SMALL, from the sums of their powers. The sum of k3 has d^m / m!,
+ * m from 2 on. With u = ratio - 1 = log_ratio + k3 the sum of ratios is n + sum u, and that of their squares
+ * n + 2 sum u + sum u^2, where u^2 has (2^m - 2) d^m / m!. At SMALL what is left out is 3e-8 of the sums. */
+static INLINE void NAME(small_ratios)(const vf *power, int n, vf *value) {
+    vf k3 = {0}, sum_sq = {0};
+    for (int k = NUM_POWERS - 1; k > 0; k--) {
+        k3 += power[k] * OF_K3[k];
+        sum_sq += power[k] * OF_SQUARE[k];
     }
-    vf above_one = sum_log_ratio + sum_k3, ones = NAME(splat)((float)(n / LANES));
-    value[SUM_K3] = value[SUM_K3_CAPPED] = sum_k3;
+    vf above_one = power[0] + k3, ones = NAME(splat)((float)(n / LANES));
+    value[SUM_K3] = value[SUM_K3_CAPPED] = k3;
     value[SUM_RATIO] = ones + above_one;
     value[SUM_SQ_RATIO] = ones + (2.0f * above_one + sum_sq);
 }
 
 /* The same of any finite log ratios. */
-static INLINE void NAME(large_ratios)(const float *log_ratio, int n, const struct limits *at, vf *value,
-                                      float *ratio_out) {
+static INLINE void NAME(large_ratios)(const float *trainer, const float *inference, int n, const struct limits *at,
+                                      vf *value) {
     for (int j = 0; j < n; j += LANES) {
-        vf d = NAME(load)(log_ratio + j), ratio = NAME(exp)(NAME(clamped)(d, at->max_exponent));
+        vf d = NAME(load)(trainer + j) - NAME(load)(inference + j);
+        vf ratio = NAME(exp)(NAME(clamped)(d, at->max_exponent));
         vf k3 = NAME(select)(NAME(absolute)(d) < 1.0f, NAME(k3_series)(d), (ratio - 1.0f) - d);
         value[SUM_K3] += k3;
         value[SUM_K3_CAPPED] += NAME(smaller)(k3, NAME(splat)(at->k3_cap));
         value[SUM_RATIO] += ratio;
         value[SUM_SQ_RATIO] += ratio * ratio;
-        if (ratio_out) NAME(store)(ratio_out + j, ratio);
+    }
+}
+
+/* What is written of n tokens that are all compared. */
+static INLINE void NAME(write_clean)(const float *trainer, const float *inference, int n, const struct limits *at,
+                                     struct written to) {
+    for (int j = 0; j < n; j += LANES) {
+        vf d = NAME(load)(trainer + j) - NAME(load)(inference + j);
+        vf ratio = NAME(exp)(NAME(clamped)(d, at->max_exponent));
+        struct written here = written_from(to, j);
+        NAME(store)(here.out, NAME(written_of)(d, ratio, at, &here));
     }
 }
 
@@ -224,24 +258,24 @@ static INLINE int NAME(clean_block)(const struct tokens *of, int64_t first, int 
         if (!of->mask[first - k] || !isfinite(trainer[-k]) || !of->mask[first + n + k - 1] ||
             !isfinite(trainer[n + k - 1]))
             return 0;
-    float log_ratio[BLOCK];
     struct NAME(clean) found = {.max_inference = NAME(splat)(-INFINITY)};
-    NAME(clean_pass)(trainer, inference, n, at->residual_clip, log_ratio, &found);
+    NAME(clean_pass)(trainer, inference, n, at->residual_clip, &found);
     /* A NaN or an infinity on either side is one in here. */
     if (NAME(any)(~NAME(finite)(found.abs_log_ratio))) return 0;
     vf value[RESIDUAL_SUM] = {{0}};
-    float *ratio_out = of->ratio ? of->ratio + first : NULL;
     /* No k3 below SMALL reaches a cap as large as SMALL. */
     int small = at->k3_cap >= SMALL && !NAME(any)(found.max_abs >= SMALL);
-    if (small) NAME(small_ratios)(log_ratio, n, found.log_ratio, value, ratio_out);
-    else NAME(large_ratios)(log_ratio, n, at, value, ratio_out);
+    if (small) NAME(small_ratios)(found.power, n, value);
+    else NAME(large_ratios)(trainer, inference, n, at, value);
+    if (of->written.out) NAME(write_clean)(trainer, inference, n, at, written_from(of->written, first));
     if (NAME(any)((found.max_inference >= 0.0f) | (found.max_abs > at->disagrees_by)))
         NAME(clean_counts)(trainer, inference, n, at, sums->count);
     int clipped = NAME(any)(found.max_abs > at->residual_clip);
-    found.residual[MAX_LAG] = clipped ? NAME(clipped_sizes)(log_ratio, n, at->residual_clip) : found.abs_log_ratio;
-    value[SUM_LOG_RATIO] = found.log_ratio;
+    found.residual[MAX_LAG] =
+        clipped ? NAME(clipped_sizes)(trainer, inference, n, at->residual_clip) : found.abs_log_ratio;
+    value[SUM_LOG_RATIO] = found.power[0];
     value[SUM_ABS_LOG_RATIO] = found.abs_log_ratio;
-    value[SUM_SQ_LOG_RATIO] = found.sq_log_ratio;
+    value[SUM_SQ_LOG_RATIO] = found.power[1];
     for (int k = 0; k < RESIDUAL_SUM; k++) sums->value[k] += __builtin_convertvector(value[k], vd);
     for (int lag = 0; lag < NUM_LAGS; lag++)
         sums->value[RESIDUAL_SUM + lag] += __builtin_convertvector(found.residual[lag], vd);

@@ -18,6 +18,7 @@ SERIES_BELOW = tl.constexpr(1.0)
 
 MINUS_INFINITY = tl.constexpr(float("-inf"))
 INFINITY = tl.constexpr(float("inf"))
+NAN = tl.constexpr(float("nan"))
 
 MAX_ABS_LOG_RATIO = tl.constexpr(9)
 MAX_INFERENCE = tl.constexpr(10)
@@ -73,11 +74,24 @@ def _add_partner(trainer, mask, partner, start, stop, usable, i, clip, residual,
 
 
 @triton.jit
+def _weight(d, ratio, advantage, low, high, max_exponent, KIND: tl.constexpr):
+    """What the gradient of a policy loss has beside -advantage."""
+    if KIND == "cap":
+        weight = tl.minimum(tl.maximum(ratio, low), high)
+    else:
+        inside = tl.where(advantage > 0, ratio <= high, ratio >= low)
+        # Beyond the largest exponent the ratio is a constant.
+        weight = tl.where(inside & (tl.abs(d) <= max_exponent), ratio, 0.0)
+    return weight
+
+
+@triton.jit
 def pieces(
     trainer,
     inference,
     mask,
-    ratio,
+    out,
+    advantages,
     bounds,
     partials,
     max_exponent,
@@ -86,14 +100,17 @@ def pieces(
     confident_from,
     disagrees_by,
     residual_clip,
-    WITH_RATIO: tl.constexpr,
+    low,
+    high,
+    KIND: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
     """Write the partial results of one piece to its row of `partials` [P, WIDTH] float64.
 
     `bounds` [P, 4] int64: a segment's first token and the one past its last, as places in the flat [B * T]
-    tensors, then the same of the piece.
+    tensors, then the same of the piece. `KIND` is what is written to `out` [B * T]: one of `per_token.KINDS`,
+    or nothing where it is empty.
     """
     piece = tl.program_id(0).to(tl.int64)
     start, stop = tl.load(bounds + piece * 4), tl.load(bounds + piece * 4 + 1)
@@ -132,8 +149,14 @@ def pieces(
         confident += (both & (i >= confident_from) & (d < -disagrees_by)).to(tl.int32)
         t_bad += (m & (t_fine == 0)).to(tl.int32)
         i_bad += (m & (i_fine == 0)).to(tl.int32)
-        if WITH_RATIO:
-            tl.store(ratio + place, tl.where(both, e, 1.0), mask=here)
+        if KIND == "ratio":
+            tl.store(out + place, tl.where(both, e, 1.0), mask=here)
+        elif KIND != "":
+            advantage = tl.load(advantages + place, mask=here, other=0.0)
+            gradient = -advantage * _weight(d, e, advantage, low, high, max_exponent, KIND)
+            # Where the trainer excludes the target there is none; what else is not finite must be seen.
+            otherwise = tl.where(m & ((t != MINUS_INFINITY) | (i_fine == 0)), NAN, 0.0)
+            tl.store(out + place, tl.where(both, gradient, otherwise), mask=here)
         usable = m & i_fine
         r0, p0 = _add_partner(trainer, mask, place - 2, start, stop, usable, i, residual_clip, r0, p0)
         r1, p1 = _add_partner(trainer, mask, place - 1, start, stop, usable, i, residual_clip, r1, p1)
