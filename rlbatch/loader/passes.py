@@ -71,13 +71,14 @@ class Pass:
                 before, position = position, position.after_batch()
                 if self.worker.makes(before):
                     # Before, since a file that was cut short kills who reads it; behind, for what was read.
-                    self.store.require_unchanged(indices)
+                    members = mine[before.parts[-1][1]]
+                    step.require_unchanged(members)
                     made = self._make(step, mine, before, found)
-                    self.store.require_unchanged(indices)
+                    step.require_unchanged(members)
                     yield made
                     found = Found()
             position = position.after_step()
-            self.store.reader.release(indices)
+            step.release()
 
     def _judges(self, position: Position, demand: Demand) -> bool:
         """Wait for the version that a step is to be judged by; False where nobody asks for it any more.

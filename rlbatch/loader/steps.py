@@ -1,7 +1,7 @@
 """One step: its samples, checked, and the plan that every rank derives from them alike."""
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from rlbatch.loader.position import Plan, Position, plan_left
 from rlbatch.packing import Room, StepInfo, plan_ranks
 from rlbatch.records import TOKEN_FIELDS, Origin, Purpose, Sample
 from rlbatch.storage.columns import TEXT_ENCODING
+from rlbatch.storage.shard import Shard
 
 FILLER_TOKENS = 2
 """The shortest sequence that has a target."""
@@ -42,6 +43,24 @@ class Step:
     faults: tuple[tuple[Finding, ...], ...]
     """One entry a sample that is set aside."""
     found: Found
+    sources: Mapping[str, Shard]
+    """As in `Candidates`."""
+
+    def require_unchanged(self, indices: Iterable[int]) -> None:
+        """Refuse to go on with samples whose bytes can have changed since they were verified.
+
+        Raises:
+            StorageError: store-changed, a shard is gone or was written to.
+        """
+        paths = {self.origins[index].path for index in indices}
+        for path, shard in self.sources.items():
+            if path in paths:
+                shard.require_unchanged()
+
+    def release(self) -> None:
+        """Let the system take back the memory that the samples are views of."""
+        for shard in self.sources.values():
+            shard.release()
 
 
 def load_step(
@@ -65,8 +84,10 @@ def load_step(
             samples=[candidates.samples[at] for at in checked.faults],
             origins=[candidates.origins[at] for at in checked.faults],
             repeats={},
+            sources=candidates.sources,
         ),
         faults=faults,
+        sources=candidates.sources,
         found=Found(
             num_quarantined=len(faults),
             findings=(*checked.warnings, *(found for each in faults for found in each)),

@@ -104,10 +104,15 @@ class Sample:
             object.__setattr__(sample, name, value)
         return sample
 
-    def owned(self) -> "Sample":
-        """The same sample with arrays of its own, views of nothing."""
+    def copied(self, memory: Mapping[str, NDArray[Any]]) -> "Sample":
+        """The same sample with arrays of its own, views of nothing that it was a view of.
+
+        Args:
+            memory: field -> [T] of its dtype, which its values are copied into; a field that is not named
+                gets memory of its own.
+        """
         values = {spec.name: getattr(self, spec.name) for spec in fields(self)}
-        return Sample.unchecked({name: _owned(value) for name, value in values.items()})
+        return Sample.unchecked({name: _copied(value, memory.get(name)) for name, value in values.items()})
 
     def _derive(self) -> None:
         segments = tuple(sampled_segments(self.turn))
@@ -210,10 +215,11 @@ def origins_of(samples: Sized, origins: Sequence[Origin] | None) -> Sequence[Ori
     return origins
 
 
-def _owned(value: object) -> object:
+def _copied(value: object, memory: NDArray[Any] | None) -> object:
     if not isinstance(value, np.ndarray):
         return value
-    copy = value.copy()
+    copy = np.empty_like(value) if memory is None else memory
+    copy[...] = value
     copy.flags.writeable = False
     return copy
 

@@ -4,7 +4,7 @@ A thousand samples cost little more than one. Where anything is not as it must b
 samples are made one by one, so that the one that is wrong says so. Knows arrays; makes no sample.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -31,14 +31,19 @@ class Derived:
     num_loss_tokens: NDArray[np.int64]
     """[N] trained tokens, but for token 0."""
 
-    def segments(self, index: int) -> tuple[Segment, ...]:
-        """Those of one sample."""
-        spans = self.spans[self.first_run[index] : self.first_run[index + 1]].tolist()
-        return tuple(Segment(row=0, start=start, stop=stop, turn=turn) for start, stop, turn in spans)
-
-    def segment_versions(self, index: int) -> tuple[int, ...]:
-        """Those of one sample."""
-        return tuple(self.versions[self.first_run[index] : self.first_run[index + 1]].tolist())
+    def rows(self, start: int, stop: int) -> Iterator[dict[str, Any]]:
+        """The derived fields of samples start:stop."""
+        runs = self.first_run[start : stop + 1].tolist()
+        segments = [Segment(0, *span) for span in self.spans[runs[0] : runs[-1]].tolist()]
+        versions = self.versions[runs[0] : runs[-1]].tolist()
+        counts = self.num_loss_tokens[start:stop].tolist()
+        for (first, end), num_loss_tokens in zip(pairwise(runs), counts, strict=True):
+            own = slice(first - runs[0], end - runs[0])
+            yield {
+                "segments": tuple(segments[own]),
+                "segment_versions": tuple(versions[own]),
+                "num_loss_tokens": num_loss_tokens,
+            }
 
 
 def derive(arrays: Mapping[str, NDArray[Any]], *, num_provenances: int) -> Derived | None:
