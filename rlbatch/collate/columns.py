@@ -33,10 +33,10 @@ class Column:
 
     name: str
     dtype: np.dtype[Any]
-    values: Sequence[NDArray[Any] | None]
-    """[S] what the samples have; None where one has none."""
+    values: Sequence[NDArray[Any]]
+    """[S] one a sample."""
     padding: float
-    """In padding, at samples without, and where there is no target."""
+    """In padding, and where there is no target."""
     align: Align
     entry: tuple[int, ...] = ()
     """Shape of one entry."""
@@ -57,26 +57,18 @@ class Column:
         """
         flat = out.reshape(place.num_positions, *self.entry)
         filler = self._filler(place)
-        pieces = place.pieces(self._filled(place), filler, missing=self.missing)
+        pieces = place.pieces(self.values, filler, missing=self.missing)
         if self.align == "input":
             np.concatenate(pieces, out=flat)
             return
         np.concatenate([pieces[0][1:], *pieces[1:], filler[:1]], out=flat)
         flat[without_target] = self.padding
 
-    def _filled(self, place: Place) -> list[NDArray[Any]]:
-        """[S] the values, with what stands for those of samples without."""
-        return [
-            np.full((length - self.missing, *self.entry), self.padding, self.dtype)
-            if value is None
-            else value
-            for value, length in zip(self.values, place.lengths, strict=True)
-        ]
-
     def _filler(self, place: Place) -> NDArray[Any]:
-        """Contiguous, which numpy copies faster than one value; a single entry where no more is used."""
-        most = FILLER_BYTES // (self.dtype.itemsize * math.prod(self.entry)) if place.has_padding else 1
-        return np.full((max(1, most), *self.entry), self.padding, self.dtype)
+        """Contiguous, which numpy copies faster than one value; no longer than what is used of it."""
+        most = FILLER_BYTES // (self.dtype.itemsize * math.prod(self.entry))
+        length = max(1, min(most, place.longest_gap + self.missing))
+        return np.full((length, *self.entry), self.padding, self.dtype)
 
 
 _TORCH = {
@@ -96,17 +88,33 @@ def columns_of(samples: Sequence[Sample], place: Place, pad_token_id: int) -> li
     ]
     for spec in TARGET_FIELDS:
         values = [getattr(sample, spec.name) for sample in samples]
-        if not spec.optional or any(value is not None for value in values):
-            columns.append(
-                Column(
-                    name=spec.name, dtype=spec.dtype, values=values, padding=spec.padding, align=spec.align
-                )
-            )
+        if spec.optional:
+            if all(value is None for value in values):
+                continue
+            values = _completed(values, [len(sample) for sample in samples], spec.padding, spec.dtype)
+        columns.append(
+            Column(name=spec.name, dtype=spec.dtype, values=values, padding=spec.padding, align=spec.align)
+        )
     columns += _routed_experts(samples)
     return columns
 
 
+def _completed(
+    values: Sequence[NDArray[Any] | None],
+    lengths: Sequence[int],
+    padding: float,
+    dtype: np.dtype[Any],
+    entry: tuple[int, ...] = (),
+) -> list[NDArray[Any]]:
+    """[S] the values, with what stands for those of samples without."""
+    return [
+        np.full((length, *entry), padding, dtype) if value is None else value
+        for value, length in zip(values, lengths, strict=True)
+    ]
+
+
 _INT64 = np.dtype(np.int64)
+_EXPERTS = np.dtype(np.int32)
 
 
 def _routed_experts(samples: Sequence[Sample]) -> list[Column]:
@@ -116,11 +124,12 @@ def _routed_experts(samples: Sequence[Sample]) -> list[Column]:
     if len(shapes) > 1:
         found = " and ".join(str(list(shape)) for shape in sorted(shapes))
         raise RecordError(f"collate: expected one [layers, experts a token] in a batch, found {found}")
+    lengths = [len(sample) - 1 for sample in samples]
     return [
         Column(
             name="routed_experts",
-            dtype=np.dtype(np.int32),
-            values=values,
+            dtype=_EXPERTS,
+            values=_completed(values, lengths, NO_EXPERT, _EXPERTS, shape),
             padding=NO_EXPERT,
             align="input",
             entry=shape,

@@ -123,14 +123,16 @@ class Place:
         return max(*self.lengths, *self.before, *self.after, *self.behind, 1)
 
     @property
-    def has_padding(self) -> bool:
-        """Some position is no token's."""
-        return any(self.before) or any(self.after) or bool(self.behind)
+    def longest_gap(self) -> int:
+        """Of the pieces of padding; 0 where every position is a token's."""
+        return max(*self.before, *self.after, *self.behind, 0)
 
     def without_target(self) -> NDArray[np.int64]:
         """Where in the flattened grid the last token of each sequence is, and what comes before its first."""
-        starts = np.array(self.rows, np.int64) * self.shape[1] + np.array(self.starts, np.int64)
-        return np.concatenate([starts[starts > 0] - 1, starts + np.array(self.lengths) - 1])
+        width = self.shape[1]
+        starts = [row * width + at for row, at in zip(self.rows, self.starts, strict=True)]
+        last = [start + length - 1 for start, length in zip(starts, self.lengths, strict=True)]
+        return np.array([start - 1 for start in starts if start] + last)
 
     def pieces(
         self, values: Sequence[NDArray[Any]], filler: NDArray[Any], *, missing: int = 0
@@ -142,15 +144,16 @@ class Place:
             filler: what a piece of padding of length n is the first n of; shorter ones are repeated.
             missing: entries that each value lacks in the end; they are filled like padding.
         """
-        if not self.has_padding and not missing:
-            return list(values)
         pieces: list[NDArray[Any]] = []
-        for value, before, after in zip(values, self.before, self.after, strict=True):
-            pieces.extend(filling(before, filler))
-            pieces.append(value)
-            pieces.extend(filling(after + missing, filler))
+        if missing or any(self.before) or any(self.after):
+            for value, before, after in zip(values, self.before, self.after, strict=True):
+                pieces += filling(before, filler)
+                pieces.append(value)
+                pieces += filling(after + missing, filler)
+        else:
+            pieces += values
         for length in self.behind:
-            pieces.extend(filling(length, filler))
+            pieces += filling(length, filler)
         return pieces
 
     @property

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from rlbatch.loader.ahead import Verifier
 from rlbatch.loader.figures import Counts, Found
 from rlbatch.loader.options import Checks, Steps
 from rlbatch.loader.position import Position
@@ -56,6 +57,10 @@ class Pass:
             StorageError: the store cannot be read.
             SoundnessError: a sample has a fault, and `on_fault` is `error`.
         """
+        with Verifier() as ahead:
+            yield from self._batches(start, demand, ahead)
+
+    def _batches(self, start: Position, demand: Demand, ahead: Verifier) -> Iterator[Made]:
         position, found = start, Found()
         while self._judges(position, demand):
             position = self._judged(position)
@@ -63,15 +68,16 @@ class Pass:
             if indices is None:
                 yield Made(sent=None, after=Position(epoch=position.epoch + 1), counts=Counts(found=found))
                 return
+            ahead.finish()
             step = self._load(indices, position)
+            ahead.begin(self.store.shards_of(position.epoch, position.step + 1))
             found = found.plus(step.found)
             position = position.begun(self.steps.num_ranks)
             mine = plan_step(step, self.shape, self.steps, position)[self.steps.rank]
-            for _ in mine[position.parts[-1][1] :]:
+            for members in mine[position.parts[-1][1] :]:
                 before, position = position, position.after_batch()
                 if self.worker.makes(before):
                     # Before, since a file that was cut short kills who reads it; behind, for what was read.
-                    members = mine[before.parts[-1][1]]
                     step.require_unchanged(members)
                     made = self._make(step, mine, before, found)
                     step.require_unchanged(members)

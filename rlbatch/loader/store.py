@@ -12,6 +12,7 @@ from rlbatch.records import Origin
 from rlbatch.storage import ShardReader, open_reader
 from rlbatch.storage.files import refusal
 from rlbatch.storage.follow import ShardFollower
+from rlbatch.storage.shard import Shard
 
 
 class Store:
@@ -76,6 +77,13 @@ class Store:
         indices = range(start, min(start + self._steps.step_samples, self._num_samples))
         # A consumer that stopped gets no part of a step for the whole of it.
         return indices if indices and not stop.is_set() else None
+
+    def shards_of(self, epoch: int, step: int) -> list[Shard]:
+        """Where the samples of a step are stored; nowhere, where it is not known yet which they are."""
+        steps = self.steps_of(epoch)
+        if steps is None or step >= len(steps):
+            return []
+        return list(self.reader.shards_of(steps[step]).values())
 
     def read(self, indices: Sequence[int]) -> Candidates:
         """The samples, verified.

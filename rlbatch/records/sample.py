@@ -94,15 +94,20 @@ class Sample:
         self._derive()
 
     @classmethod
-    def unchecked(cls, values: Mapping[str, Any]) -> "Sample":
-        """A sample of all its fields, derived ones too, which were checked for many samples at once.
+    def unchecked(cls, fields: Mapping[str, Sequence[Any]], num_samples: int) -> "list[Sample]":
+        """Samples of all their fields, derived ones too, which were checked for all at once.
 
-        Arrays are read-only, and of the dtypes and lengths of `TOKEN_FIELDS`.
+        Args:
+            fields: of every name a list with one value a sample; arrays are read-only, and of the dtypes and
+                lengths of `TOKEN_FIELDS`.
+            num_samples: how many.
         """
-        sample = object.__new__(cls)
-        for name, value in values.items():
-            object.__setattr__(sample, name, value)
-        return sample
+        samples = [object.__new__(cls) for _ in range(num_samples)]
+        # Field by field: a dict a sample would be thousands of objects for the garbage collector to visit.
+        for name, values in fields.items():
+            for sample, value in zip(samples, values, strict=True):
+                object.__setattr__(sample, name, value)
+        return samples
 
     def copied(self, memory: Mapping[str, NDArray[Any]]) -> "Sample":
         """The same sample with arrays of its own, views of nothing that it was a view of.
@@ -112,7 +117,8 @@ class Sample:
                 gets memory of its own.
         """
         values = {spec.name: getattr(self, spec.name) for spec in fields(self)}
-        return Sample.unchecked({name: _copied(value, memory.get(name)) for name, value in values.items()})
+        copies = {name: [_copied(value, memory.get(name))] for name, value in values.items()}
+        return Sample.unchecked(copies, 1)[0]
 
     def _derive(self) -> None:
         segments = tuple(sampled_segments(self.turn))

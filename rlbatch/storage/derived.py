@@ -4,7 +4,7 @@ A thousand samples cost little more than one. Where anything is not as it must b
 samples are made one by one, so that the one that is wrong says so. Knows arrays; makes no sample.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -31,19 +31,18 @@ class Derived:
     num_loss_tokens: NDArray[np.int64]
     """[N] trained tokens, but for token 0."""
 
-    def rows(self, start: int, stop: int) -> Iterator[dict[str, Any]]:
-        """The derived fields of samples start:stop."""
-        runs = self.first_run[start : stop + 1].tolist()
-        segments = [Segment(0, *span) for span in self.spans[runs[0] : runs[-1]].tolist()]
-        versions = self.versions[runs[0] : runs[-1]].tolist()
-        counts = self.num_loss_tokens[start:stop].tolist()
-        for (first, end), num_loss_tokens in zip(pairwise(runs), counts, strict=True):
-            own = slice(first - runs[0], end - runs[0])
-            yield {
-                "segments": tuple(segments[own]),
-                "segment_versions": tuple(versions[own]),
-                "num_loss_tokens": num_loss_tokens,
-            }
+    def fields(self, start: int, stop: int) -> dict[str, Sequence[Any]]:
+        """The derived fields of samples start:stop, each a list with one value a sample."""
+        first_run = self.first_run[start : stop + 1]
+        spans = self.spans[first_run[0] : first_run[-1]].tolist()
+        segments = [Segment(0, first, end, turn) for first, end, turn in spans]
+        versions = self.versions[first_run[0] : first_run[-1]].tolist()
+        runs = list(pairwise((first_run - first_run[0]).tolist()))
+        return {
+            "segments": [tuple(segments[first:end]) for first, end in runs],
+            "segment_versions": [tuple(versions[first:end]) for first, end in runs],
+            "num_loss_tokens": self.num_loss_tokens[start:stop].tolist(),
+        }
 
 
 def derive(arrays: Mapping[str, NDArray[Any]], *, num_provenances: int) -> Derived | None:

@@ -30,13 +30,15 @@ class Contents:
     finish_reasons: tuple[FinishReason | None, ...]
     """The distinct ones."""
 
-    def rows(self, start: int, stop: int) -> list[dict[str, Any]]:
-        """Samples start:stop, each as its fields but the derived ones; arrays are views of the columns.
+    def fields(self, start: int, stop: int) -> dict[str, Sequence[Any]]:
+        """The fields of samples start:stop but the derived ones, each a list with one value a sample.
+
+        Arrays are views of the columns.
 
         Raises:
             ValueError, LookupError: what is held there cannot be a sample.
         """
-        columns: dict[str, Sequence[Any]] = {
+        return {
             **{spec.name: self._present(spec.name, start, stop) for spec in TOKEN_FIELDS},
             "routed_experts": self._routed_experts(start, stop),
             "media": self._media(start, stop),
@@ -49,7 +51,6 @@ class Contents:
             "provenances": self._chosen("provenances", self.provenances, start, stop),
             "finish_reasons": self._chosen("finish_reasons", self.finish_reasons, start, stop),
         }
-        return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
     def texts(self, name: str, start: int, stop: int) -> list[str]:
         """[stop - start] the values of a column of text; the empty text where there is none.

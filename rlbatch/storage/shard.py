@@ -95,6 +95,11 @@ class Shard:
         """The distinct ones of its samples."""
         return self._contents.provenances
 
+    @property
+    def is_verified(self) -> bool:
+        """Every array was compared with its checksum."""
+        return not self._unverified
+
     def verify(self) -> None:
         """Compare every array with its checksum; those that passed before are not read again.
 
@@ -181,8 +186,8 @@ class Shard:
     def _samples(self, start: int, stop: int) -> list[Sample]:
         try:
             if self._derived is not None:
-                rows = zip(self._contents.rows(start, stop), self._derived.rows(start, stop), strict=True)
-                return [Sample.unchecked(row | derived) for row, derived in rows]
+                fields = self._contents.fields(start, stop) | self._derived.fields(start, stop)
+                return Sample.unchecked(fields, stop - start)
         except (ValueError, LookupError):
             # One of them is wrong, and made alone it says so.
             pass
@@ -191,7 +196,8 @@ class Shard:
     def _checked_sample(self, index: int) -> Sample:
         # RecordError and UnicodeDecodeError are ValueErrors.
         try:
-            return Sample(**self._contents.rows(index, index + 1)[0])
+            fields = self._contents.fields(index, index + 1)
+            return Sample(**{name: value for name, (value,) in fields.items()})
         except (ValueError, LookupError) as error:
             raise refusal(
                 "shard-altered", self.path, sample=index, expected="a sample", found=shown(str(error))
