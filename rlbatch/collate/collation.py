@@ -67,7 +67,7 @@ def collate(
     place = Place.of([len(sample) for sample in samples], layout, padding)
     parts = Parts.of(samples, place)
     media = media_of(samples, layout)
-    columns = columns_of(samples, place, padding.token_id)
+    columns = columns_of(samples, padding.token_id)
     tensors = _tensors(columns, media, place, parts, allocate)
     num_loss_tokens = tuple([sample.num_loss_tokens for sample in samples])
     return Batch(
@@ -126,9 +126,8 @@ def _tensors(
     joined = views[len(slots) :]
     for part, tensor in zip(media, joined, strict=True):
         part.write(tensor.numpy())
-    without_target = place.without_target()
     for column in columns:
-        column.write(tensors[column.name].numpy(), place, without_target)
+        column.write(tensors[column.name].numpy(), place)
     if not media:
         write_position_ids(tensors["position_ids"].numpy(), place)
     if packed is None:
