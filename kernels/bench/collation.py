@@ -6,9 +6,10 @@
                  them; it writes neither targets nor positions
 
 Everything writes memory that is there already, but for the peers, which have no way to be given any. Run with
-one thread, medians of rounds in which each takes its turn; the peers, which take a hundred times as long, take
-theirs in the first rounds only. `sound_in_memory_fraction` is of the same samples: arrays of their own, which the
-checks must join first. What a loader's user pays is `sound_fraction`, in loader.py.
+one thread, medians of rounds in which each takes its turn; the peers, which take up to a hundred times as
+long, take theirs in the first rounds only. `sound_in_memory_fraction` is `require_sound` of the same samples:
+arrays of their own, which the checks must join first. What a loader's user pays is `sound_fraction`, in
+loader.py.
 """
 
 import time

@@ -6,8 +6,8 @@ One process, medians of interleaved rounds; peers are measured beside ours where
 its `pad`, verl for its partition. The last line is JSON. With `--memory` a store of that size is written and
 read once in each order instead, and the growth of the process's resident memory is printed.
 
-`sound_fraction` is what a user of the loader pays: `require_sound` on one step as it is read from shards, where
-samples lie end to end, by the collation of the step into batches of 16,384 tokens.
+`sound_fraction` is what a user of the loader pays: `require_sound` on one step as it is read from shards,
+where samples lie end to end, by the collation of the step into batches of 16,384 tokens.
 """
 
 import argparse
@@ -125,7 +125,7 @@ def measure_store(num_tokens: int, rounds: int) -> dict[str, float]:
 
 
 def measure_sound(store: Path, rounds: int) -> float:
-    """Time of `require_sound` for one step as the loader reads it, by that of collating the step's batches."""
+    """Time of `require_sound` for one step as the loader reads it, by that of collating its batches."""
     samples = open_reader(store).read(range(NUM_COLLATED))
     room = Room(layout="packed", max_tokens=MAX_TOKENS)
     plan = plan_batches([len(sample) for sample in samples], room)

@@ -20,6 +20,7 @@ from rlbatch.collate.media import MediaColumn, media_of
 from rlbatch.collate.place import Padding, Place
 from rlbatch.collate.segments import Parts
 from rlbatch.errors import RecordError
+from rlbatch.packing import StepInfo
 from rlbatch.records import PURPOSES, Origin, Purpose, Sample, check_samples, origins_of
 from rlbatch.records.structure import check_choice
 
@@ -34,6 +35,7 @@ def collate(
     origins: Sequence[Origin] | None = None,
     padding: Padding = DEFAULT_PADDING,
     allocate: Allocate = fresh,
+    step: StepInfo | None = None,
 ) -> Batch:
     """One micro-batch, on the host, in one flat buffer.
 
@@ -87,6 +89,7 @@ def collate(
         sequence_finish_reasons=tuple([sample.finish_reasons for sample in samples]),
         num_loss_tokens=sum(num_loss_tokens),
         num_trajectories=sum(sample.sibling == 0 for sample in samples),
+        step=step,
     )
 
 

@@ -123,12 +123,18 @@ class Pass:
         """The batch behind `before`, on its way; what was found goes with the first one made after it."""
         index = before.parts[-1][1]
         batch = make_batch(
-            step, mine[index], self.shape, purpose=self.checks.purpose, allocate=self.ring.allocate
+            step,
+            mine[index],
+            self.shape,
+            info=replace(
+                step.totals, epoch=before.epoch, step=before.step, index=index, num_batches=len(mine)
+            ),
+            purpose=self.checks.purpose,
+            allocate=self.ring.allocate,
         )
-        info = replace(step.totals, epoch=before.epoch, step=before.step, index=index, num_batches=len(mine))
         is_last = index == len(mine) - 1
         return Made(
-            sent=self.transfer.send(replace(batch, step=info)),
+            sent=self.transfer.send(batch),
             after=before.after_batch().after_step() if is_last else before.after_batch(),
             counts=Counts(
                 num_samples=len(mine[index]),
