@@ -116,9 +116,13 @@ class Sample:
             memory: field -> [T] of its dtype, which its values are copied into; a field that is not named
                 gets memory of its own.
         """
-        values = {spec.name: getattr(self, spec.name) for spec in fields(self)}
-        copies = {name: [_copied(value, memory.get(name))] for name, value in values.items()}
-        return Sample.unchecked(copies, 1)[0]
+        copy = object.__new__(Sample)
+        for name in _FIELD_NAMES:
+            value = getattr(self, name)
+            if isinstance(value, np.ndarray):
+                value = _copied(value, memory.get(name))
+            object.__setattr__(copy, name, value)
+        return copy
 
     def _derive(self) -> None:
         segments = tuple(sampled_segments(self.turn))
@@ -221,9 +225,10 @@ def origins_of(samples: Sized, origins: Sequence[Origin] | None) -> Sequence[Ori
     return origins
 
 
-def _copied(value: object, memory: NDArray[Any] | None) -> object:
-    if not isinstance(value, np.ndarray):
-        return value
+_FIELD_NAMES = tuple(spec.name for spec in fields(Sample))
+
+
+def _copied(value: NDArray[Any], memory: NDArray[Any] | None) -> NDArray[Any]:
     copy = np.empty_like(value) if memory is None else memory
     copy[...] = value
     copy.flags.writeable = False

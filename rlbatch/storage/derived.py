@@ -31,17 +31,13 @@ class Derived:
     num_loss_tokens: NDArray[np.int64]
     """[N] trained tokens, but for token 0."""
 
-    def fields(self, start: int, stop: int) -> dict[str, Sequence[Any]]:
-        """The derived fields of samples start:stop, each a list with one value a sample."""
-        first_run = self.first_run[start : stop + 1]
-        spans = self.spans[first_run[0] : first_run[-1]].tolist()
-        segments = [Segment(0, first, end, turn) for first, end, turn in spans]
-        versions = self.versions[first_run[0] : first_run[-1]].tolist()
-        runs = list(pairwise((first_run - first_run[0]).tolist()))
+    def fields(self, indices: NDArray[np.int64]) -> dict[str, Sequence[Any]]:
+        """The derived fields of these samples, each a list with one value a sample."""
+        runs = list(zip(self.first_run[indices].tolist(), self.first_run[indices + 1].tolist(), strict=True))
         return {
-            "segments": [tuple(segments[first:end]) for first, end in runs],
-            "segment_versions": [tuple(versions[first:end]) for first, end in runs],
-            "num_loss_tokens": self.num_loss_tokens[start:stop].tolist(),
+            "segments": [_segments(self.spans[first:end]) for first, end in runs],
+            "segment_versions": [tuple(self.versions[first:end].tolist()) for first, end in runs],
+            "num_loss_tokens": self.num_loss_tokens[indices].tolist(),
         }
 
 
@@ -61,6 +57,10 @@ def derive(arrays: Mapping[str, NDArray[Any]], *, num_provenances: int) -> Deriv
     derived = _runs(offsets, turn, arrays["policy_version"], _num_loss_tokens(offsets, arrays["loss_mask"]))
     num_turns = np.repeat(np.diff(arrays["provenances.offsets"]), np.diff(derived.first_run))
     return None if (derived.spans[:, 2] >= num_turns).any() else derived
+
+
+def _segments(spans: NDArray[np.int64]) -> tuple[Segment, ...]:
+    return tuple([Segment(0, start, stop, turn) for start, stop, turn in spans.tolist()])
 
 
 def _num_loss_tokens(offsets: NDArray[np.int64], loss_mask: NDArray[np.bool_]) -> NDArray[np.int64]:

@@ -154,15 +154,15 @@ class ShardReader:
         for number, members in _by_shard(places).items():
             shard = self._shards[number]
             shard.verify()
-            for at, index in members:
+            samples = shard.chosen([index for _, index in members])
+            for (at, _), sample in zip(members, samples, strict=True):
                 own = slice(int(offsets[at]), int(offsets[at + 1]))
-                memory = {name: values[own] for name, values in columns.items()}
-                copies[at] = shard.sample(index).copied(memory)
+                copies[at] = sample.copied({name: values[own] for name, values in columns.items()})
             shard.release()
         for values in columns.values():
             values.flags.writeable = False
-        samples = [copies[at] for at in range(len(places))]
-        return StoredSamples([Stretch(samples=samples, offsets=offsets, columns=columns)])
+        in_order = [copies[at] for at in range(len(places))]
+        return StoredSamples([Stretch(samples=in_order, offsets=offsets, columns=columns)])
 
     def verify(self) -> None:
         """Compare every array of every shard with its checksum, unless that was done before.

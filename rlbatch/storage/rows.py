@@ -6,7 +6,6 @@ whether its checksums are right.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, repeat
 from typing import Any, TypeVar
 
 import numpy as np
@@ -30,8 +29,8 @@ class Contents:
     finish_reasons: tuple[FinishReason | None, ...]
     """The distinct ones."""
 
-    def fields(self, start: int, stop: int) -> dict[str, Sequence[Any]]:
-        """The fields of samples start:stop but the derived ones, each a list with one value a sample.
+    def fields(self, indices: NDArray[np.int64]) -> dict[str, Sequence[Any]]:
+        """The fields of these samples but the derived ones, each a list with one value a sample.
 
         Arrays are views of the columns.
 
@@ -39,75 +38,70 @@ class Contents:
             ValueError, LookupError: what is held there cannot be a sample.
         """
         return {
-            **{spec.name: self._present(spec.name, start, stop) for spec in TOKEN_FIELDS},
-            "routed_experts": self._routed_experts(start, stop),
-            "media": self._media(start, stop),
-            "sample_id": self.texts("sample_id", start, stop),
-            "trajectory_id": self.texts("trajectory_id", start, stop),
-            "group_id": self._where_present("group_id", self.texts("group_id", start, stop), start),
-            "reward": self._where_present("reward", self.arrays["reward"][start:stop].tolist(), start),
-            "sibling": self.arrays["sibling"][start:stop].tolist(),
-            "num_siblings": self.arrays["num_siblings"][start:stop].tolist(),
-            "provenances": self._chosen("provenances", self.provenances, start, stop),
-            "finish_reasons": self._chosen("finish_reasons", self.finish_reasons, start, stop),
+            **{spec.name: self._tokens(spec.name, indices) for spec in TOKEN_FIELDS},
+            "routed_experts": self._routed_experts(indices),
+            "media": self._media(indices),
+            "sample_id": self.texts("sample_id", indices),
+            "trajectory_id": self.texts("trajectory_id", indices),
+            "group_id": self._present("group_id", self.texts("group_id", indices), indices),
+            "reward": self._present("reward", self.arrays["reward"][indices].tolist(), indices),
+            "sibling": self.arrays["sibling"][indices].tolist(),
+            "num_siblings": self.arrays["num_siblings"][indices].tolist(),
+            "provenances": self._chosen("provenances", self.provenances, indices),
+            "finish_reasons": self._chosen("finish_reasons", self.finish_reasons, indices),
         }
 
-    def texts(self, name: str, start: int, stop: int) -> list[str]:
-        """[stop - start] the values of a column of text; the empty text where there is none.
+    def texts(self, name: str, indices: NDArray[np.int64]) -> list[str]:
+        """The values of a column of text; the empty text where there is none.
 
         Raises:
             ValueError: they are not text.
         """
-        offsets = self.arrays[f"{name}.offsets"][start : stop + 1].tolist()
-        joined = self.arrays[name][offsets[0] : offsets[-1]].tobytes()
-        spans = pairwise([at - offsets[0] for at in offsets])
-        return [joined[first:end].decode(*TEXT_ENCODING) for first, end in spans]
+        runs = self._runs(name, f"{name}.offsets", indices)
+        return [run.tobytes().decode(*TEXT_ENCODING) for run in runs]
 
-    def _present(self, name: str, start: int, stop: int) -> Sequence[NDArray[Any] | None]:
+    def _runs(self, name: str, boundaries: str, indices: NDArray[np.int64]) -> list[NDArray[Any]]:
+        values, offsets = self.arrays[name], self.arrays[boundaries]
+        spans = zip(offsets[indices].tolist(), offsets[indices + 1].tolist(), strict=True)
+        return [values[first:end] for first, end in spans]
+
+    def _tokens(self, name: str, indices: NDArray[np.int64]) -> Sequence[NDArray[Any] | None]:
         """The values of a token field, and None where a sample has none."""
         if name not in self.arrays:
-            return [None] * (stop - start)
-        values = self._runs(name, "offsets", start, stop)
-        return self._where_present(name, values, start) if f"{name}.present" in self.arrays else values
+            return [None] * len(indices)
+        values = self._runs(name, "offsets", indices)
+        return self._present(name, values, indices) if f"{name}.present" in self.arrays else values
 
-    def _runs(self, name: str, boundaries: str, start: int, stop: int) -> list[NDArray[Any]]:
-        values, offsets = self.arrays[name], self.arrays[boundaries][start : stop + 1].tolist()
-        return [values[first:end] for first, end in pairwise(offsets)]
-
-    def _where_present(self, name: str, values: Sequence[T], start: int) -> list[T | None]:
-        present = self.arrays[f"{name}.present"][start : start + len(values)].tolist()
+    def _present(self, name: str, values: Sequence[T], indices: NDArray[np.int64]) -> list[T | None]:
+        present = self.arrays[f"{name}.present"][indices].tolist()
         return [value if there else None for value, there in zip(values, present, strict=True)]
 
-    def _chosen(self, name: str, distinct: Sequence[T], start: int, stop: int) -> list[tuple[T, ...]]:
-        """A tuple a sample of the distinct values that its indices name; equal ones are one object."""
-        offsets = self.arrays[f"{name}.offsets"][start : stop + 1].tolist()
-        flat = self.arrays[name][offsets[0] : offsets[-1]].tolist()
+    def _chosen(self, name: str, distinct: Sequence[T], indices: NDArray[np.int64]) -> list[tuple[T, ...]]:
+        """A tuple a sample of the distinct values that it names; equal ones are one object."""
         made: dict[tuple[int, ...], tuple[T, ...]] = {}
         chosen = []
-        for first, end in pairwise(at - offsets[0] for at in offsets):
-            indices = tuple(flat[first:end])
-            if indices not in made:
-                if any(at < 0 for at in indices):
+        for run in self._runs(name, f"{name}.offsets", indices):
+            named = tuple(run.tolist())
+            if named not in made:
+                if any(at < 0 for at in named):
                     raise ValueError(f"a negative index in {name}")
-                made[indices] = tuple(distinct[at] for at in indices)
-            chosen.append(made[indices])
+                made[named] = tuple(distinct[at] for at in named)
+            chosen.append(made[named])
         return chosen
 
-    def _routed_experts(self, start: int, stop: int) -> Sequence[NDArray[Any] | None]:
+    def _routed_experts(self, indices: NDArray[np.int64]) -> Sequence[NDArray[Any] | None]:
         """[T-1, L, K] of each sample as views of the column's bytes."""
         if EXPERTS not in self.arrays:
-            return [None] * (stop - start)
-        runs = self._runs(EXPERTS, f"{EXPERTS}.offsets", start, stop)
-        shapes = zip(*(self.arrays[name][start:stop].tolist() for name in EXPERT_COLUMNS), strict=True)
-        lengths = np.diff(self.arrays["offsets"][start : stop + 1]).tolist()
-        return [
-            _experts(run, shape, length - 1) for run, shape, length in zip(runs, shapes, lengths, strict=True)
-        ]
+            return [None] * len(indices)
+        runs = self._runs(EXPERTS, f"{EXPERTS}.offsets", indices)
+        shapes = zip(*(self.arrays[name][indices].tolist() for name in EXPERT_COLUMNS), strict=True)
+        num_rows = np.diff(self.arrays["offsets"])[indices] - 1
+        return list(map(_experts, runs, shapes, num_rows.tolist()))
 
-    def _media(self, start: int, stop: int) -> Sequence[tuple[MediaArray, ...]]:
+    def _media(self, indices: NDArray[np.int64]) -> Sequence[tuple[MediaArray, ...]]:
         if MEDIA not in self.arrays:
-            return list(repeat((), stop - start))
-        runs = (self._runs(name, f"{name}.offsets", start, stop) for name in (MEDIA, MEDIA_KINDS))
+            return [()] * len(indices)
+        runs = (self._runs(name, f"{name}.offsets", indices) for name in (MEDIA, MEDIA_KINDS))
         return [decode_media(media.tobytes(), kinds.tobytes()) for media, kinds in zip(*runs, strict=True)]
 
 

@@ -10,7 +10,7 @@ Knows one file; opens no other, whatever is written in it.
 import mmap
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -149,7 +149,7 @@ class Shard:
             StorageError: shard-altered, they are not text.
         """
         try:
-            return self._contents.texts(name, 0, len(self))
+            return self._contents.texts(name, np.arange(len(self)))
         except ValueError as error:
             raise refusal("shard-altered", self.path, expected="text", found=shown(str(error))) from error
 
@@ -159,7 +159,19 @@ class Shard:
         Raises:
             StorageError: shard-altered, what the file holds there cannot be a sample.
         """
-        return self._samples(index, index + 1)[0]
+        return self.chosen([index])[0]
+
+    def chosen(self, indices: Sequence[int]) -> list[Sample]:
+        """`sample` of many, at the price of a few."""
+        try:
+            if self._derived is not None:
+                at = np.array(indices, np.int64)
+                fields = self._contents.fields(at) | self._derived.fields(at)
+                return Sample.unchecked(fields, len(indices))
+        except (ValueError, LookupError):
+            # One of them is wrong, and made alone it says so.
+            pass
+        return [self._checked_sample(index) for index in indices]
 
     def stretch(self, start: int, stop: int) -> Stretch:
         """Samples start:stop with the flat arrays that theirs are views of.
@@ -170,7 +182,7 @@ class Shard:
         offsets = self.offsets[start : stop + 1]
         tokens = slice(int(offsets[0]), int(offsets[-1]))
         return Stretch(
-            samples=self._samples(start, stop),
+            samples=self.chosen(range(start, stop)),
             offsets=offsets - offsets[0],
             columns={
                 spec.name: self._arrays[spec.name][tokens] for spec in TOKEN_FIELDS if not spec.optional
@@ -183,20 +195,10 @@ class Shard:
         for index in range(len(self)):
             yield self.sample(index)
 
-    def _samples(self, start: int, stop: int) -> list[Sample]:
-        try:
-            if self._derived is not None:
-                fields = self._contents.fields(start, stop) | self._derived.fields(start, stop)
-                return Sample.unchecked(fields, stop - start)
-        except (ValueError, LookupError):
-            # One of them is wrong, and made alone it says so.
-            pass
-        return [self._checked_sample(index) for index in range(start, stop)]
-
     def _checked_sample(self, index: int) -> Sample:
         # RecordError and UnicodeDecodeError are ValueErrors.
         try:
-            fields = self._contents.fields(index, index + 1)
+            fields = self._contents.fields(np.array([index]))
             return Sample(**{name: value for name, (value,) in fields.items()})
         except (ValueError, LookupError) as error:
             raise refusal(
