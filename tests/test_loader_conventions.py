@@ -1,5 +1,6 @@
 """What torch's DataLoader and its like expect of a loader, and of a collate function."""
 
+import copy
 import pickle
 from itertools import islice
 
@@ -53,6 +54,18 @@ def test_worker_processes_share_the_batches_and_keep_their_order(store):
     )
     through = list(workers)
     assert all(same_bits(a, b) for a, b in zip(direct, through, strict=True))
+
+
+@pytest.mark.parametrize("copied", [lambda loader: pickle.loads(pickle.dumps(loader)), copy.deepcopy])
+def test_a_copy_of_a_loader_knows_what_its_own_workers_passed(store, copied):
+    loader = loader_of(store)
+    again = copied(loader)
+    workers = DataLoader(again, batch_size=None, num_workers=2)
+    assert each_once(list(workers), SAMPLES)
+    with pytest.raises(RecordError, match="expected another epoch than 0"):
+        list(workers)
+    # The copy's workers are none of the first one's.
+    assert each_once(list(DataLoader(loader, batch_size=None, num_workers=2)), SAMPLES)
 
 
 @pytest.mark.parametrize("persistent", [False, True])

@@ -14,6 +14,7 @@ from rlbatch.collate import Padding
 from rlbatch.errors import RecordError, SoundnessError
 from rlbatch.loader import Checks, Feed, RolloutLoader, Steps
 from rlbatch.packing import Cost
+from rlbatch.records import MediaArray
 
 SAMPLES = numbered_samples(83)
 
@@ -125,6 +126,36 @@ def test_a_filler_has_the_optional_fields_of_its_step(tmp_path):
     assert filler.inference_logprobs.isnan().all()
     assert filler.temperature.tolist() == [[1.0, 1.0]]
     assert filler.teacher_logprobs is None
+
+
+def test_a_filler_has_routed_experts_in_the_form_of_its_step(tmp_path):
+    made = numbered(0)
+    chosen = np.array([[[5, 2, 7], [1, 0, 3]]] * (len(made) - 1), np.uint8)
+    store = write_store(tmp_path / "store", [replace(made, routed_experts=chosen)])
+    (real,), (filler,) = (list(one) for one in loaders(store, 2))
+    assert real.routed_experts.shape == (1, len(made), 2, 3)
+    # Distinct experts in each layer, and none where no token is passed through.
+    assert filler.routed_experts.tolist() == [[[[0, 1, 2], [0, 1, 2]], [[-1] * 3, [-1] * 3]]]
+    assert filler.num_loss_tokens == 0
+
+
+def test_a_filler_has_media_and_the_ids_that_they_belong_to(tmp_path):
+    def shown(made, rows):
+        pixels = np.arange(3 * rows, dtype=np.float32).reshape(rows, 3) / rows
+        return replace(made, media=(MediaArray(name="pixel_values", values=pixels),))
+
+    samples = [shown(numbered(0, length=9), 4), shown(numbered(1, length=7), 2), numbered(2, length=4)]
+    store = write_store(tmp_path / "store", samples)
+    batches = [list(one) for one in loaders(store, 4, layout="padded")]
+    (filler,) = [batch for own in batches for batch in own if not names_in([batch])]
+    # Those of the shortest sample that has any, and nothing of it is trained.
+    assert filler.input_ids.tolist() == [samples[1].token_ids.tolist()]
+    assert [part.num_rows for part in filler.media] == [(2,)]
+    assert filler.media[0].values.tolist() == samples[1].media[0].values.tolist()
+    assert filler.position_ids is None
+    assert filler.num_loss_tokens == filler.num_trajectories == 0
+    assert not filler.loss_mask.any()
+    assert filler.inference_logprobs.isnan().all()
 
 
 def test_a_step_with_a_filler_is_aligned_without_a_word(tmp_path):

@@ -12,7 +12,7 @@ from rlbatch.loader import Feed, RolloutLoader
 from rlbatch.loader.ring import BufferRing
 
 POISON = 0xA5
-SAMPLES = numbered_samples(60, seed=2)
+SAMPLES = numbered_samples(240, seed=2)
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """Plans partition the samples, never exceed the budget, fill it, and share the work out evenly."""
 
+import math
 from itertools import pairwise
 
 import numpy as np
@@ -112,7 +113,7 @@ rooms = st.builds(
 def used(lengths, room):
     """Tokens of the batch that `collate` makes of these lengths."""
     padding = Padding(sequence_multiple=room.sequence_multiple, row_multiple=room.row_multiple)
-    return Place.of(lengths, room.layout, padding).num_positions
+    return math.prod(Place.of(lengths, room.layout, padding).shape)
 
 
 @given(st.lists(st.integers(1, 24), max_size=60), rooms, st.booleans())

@@ -516,13 +516,17 @@ def test_a_sealed_shard_of_what_cannot_be_a_sample_is_told_by_the_sample(
     assert caught.value.findings[0].where.sample == 0
 
 
-def test_owned_samples_are_the_same_and_views_of_nothing(tmp_path: Path) -> None:
+def test_copied_samples_are_the_same_and_lie_end_to_end_in_memory_of_their_own(tmp_path: Path) -> None:
     for number, part in enumerate((WRITTEN[:3], WRITTEN[3:])):
         write_shard(tmp_path / f"{number}.safetensors", part)
     reader = open_reader(tmp_path)
-    views, owned = reader.read([3, 0, 2]), reader.read_owned([3, 0, 2])
-    for view, own in zip(views, owned, strict=True):
-        assert identical(view, own)
-        assert own.token_ids.base is None
-        assert not own.token_ids.flags.writeable
-        assert not np.shares_memory(view.token_ids, own.token_ids)
+    views, copies = reader.read([3, -1, 0, 2]), reader.read_copies([3, -1, 0, 2])
+    (stretch,) = copies.stretches
+    for view, copy, start in zip(views, copies, stretch.offsets.tolist(), strict=False):
+        assert identical(view, copy)
+        for name, values in stretch.columns.items():
+            own = getattr(copy, name)
+            assert not own.flags.writeable
+            assert not values.flags.writeable
+            assert np.shares_memory(own, values[start : start + len(copy)])
+            assert not np.shares_memory(own, getattr(view, name))

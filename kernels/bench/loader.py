@@ -4,7 +4,10 @@
 
 One process, medians of interleaved rounds; peers are measured beside ours where they are installed: trl for
 its `pad`, verl for its partition. The last line is JSON. With `--memory` a store of that size is written and
-read once instead, and the growth of the process's resident memory is printed.
+read once in each order instead, and the growth of the process's resident memory is printed.
+
+`sound_fraction` is what a user of the loader pays: `require_sound` on one step as it is read from shards,
+where samples lie end to end, by the collation of the step into batches of 16,384 tokens.
 """
 
 import argparse
@@ -21,9 +24,12 @@ import collation
 import torch
 import workload
 
+from rlbatch.collate import collate
 from rlbatch.loader import Feed, RolloutLoader, Steps
+from rlbatch.loader.ring import BufferRing
 from rlbatch.packing import Room, balance, imbalance, plan_batches
-from rlbatch.storage import open_writer
+from rlbatch.soundness import require_sound
+from rlbatch.storage import open_reader, open_writer
 
 NUM_LENGTHS = 100_000
 NUM_RANKS = 8
@@ -97,7 +103,7 @@ def read_store(directory: Path, *, prefetch: int) -> float:
 
 
 def measure_store(num_tokens: int, rounds: int) -> dict[str, float]:
-    """From shard to packed batch, with and without a thread of the loader's own."""
+    """From shard to packed batch, with and without a thread of the loader's own; and the checks in it."""
     directory = Path(tempfile.mkdtemp(prefix="rlbatch-bench-"))
     try:
         write_store(directory / "store", num_tokens)
@@ -105,6 +111,7 @@ def measure_store(num_tokens: int, rounds: int) -> dict[str, float]:
         for _ in range(rounds + 1):
             for prefetch, found in rates.items():
                 found.append(read_store(directory / "store", prefetch=prefetch))
+        sound_fraction = measure_sound(directory / "store", rounds)
     finally:
         shutil.rmtree(directory)
     # The first round brings the files into the system's cache.
@@ -113,7 +120,27 @@ def measure_store(num_tokens: int, rounds: int) -> dict[str, float]:
         "store_mtok_s": max(middle.values()),
         "store_in_line_mtok_s": middle[0],
         "store_ahead_mtok_s": middle[2],
+        "sound_fraction": sound_fraction,
     }
+
+
+def measure_sound(store: Path, rounds: int) -> float:
+    """Time of `require_sound` for one step as the loader reads it, by that of collating its batches."""
+    samples = open_reader(store).read(range(NUM_COLLATED))
+    room = Room(layout="packed", max_tokens=MAX_TOKENS)
+    plan = plan_batches([len(sample) for sample in samples], room)
+    ring = BufferRing(num_spare=2, pinned=False)
+
+    def batches() -> None:
+        for batch in plan:
+            collate([samples[at] for at in batch], layout="packed", allocate=ring.allocate)
+
+    times: dict[Callable[[], object], list[float]] = {lambda: require_sound(samples): [], batches: []}
+    for _ in range(3 * rounds):
+        for run, found in times.items():
+            found.append(seconds(run, 1))
+    sound, collated = (median(found) for found in times.values())
+    return sound / collated
 
 
 def resident_mb() -> float:
@@ -127,7 +154,8 @@ def measure_memory(gigabytes: float, directory: Path) -> None:
     bytes_a_token = 23.0
     write_store(directory, int(gigabytes * 1e9 / bytes_a_token))
     size = sum(path.stat().st_size for path in directory.iterdir())
-    for seed in (None, 0):
+    growth = {}
+    for order, seed in (("stored", None), ("shuffled", 0)):
         loader = RolloutLoader(
             directory, layout="packed", max_tokens=MAX_TOKENS, steps=Steps(seed=seed), feed=Feed(prefetch=2)
         )
@@ -136,12 +164,12 @@ def measure_memory(gigabytes: float, directory: Path) -> None:
             del batch
             if number % 16 == 0:
                 most = max(most, resident_mb())
-        order = "stored order" if seed is None else "shuffled"
-        took = time.perf_counter() - start
+        growth[order] = most - before
         print(
-            f"{order}: a store of {size / 1e6:.0f} MB in {took:.0f} s, "
+            f"{order}: a store of {size / 1e6:.0f} MB in {time.perf_counter() - start:.0f} s, "
             f"resident {before:.0f} MB before and at most {most:.0f} MB meanwhile"
         )
+    print(json.dumps({"store_mb": size / 1e6, "growth_mb": growth}))
 
 
 def main() -> None:

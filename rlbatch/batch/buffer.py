@@ -59,36 +59,20 @@ def place_slots(slots: Sequence[Slot], allocate: Allocate) -> tuple[Tensor, list
         RecordError: `allocate` gave something else than a flat uint8 host tensor of that many bytes.
 
     Example:
-        int64 [3] and bool [3] -> 24 bytes at 0 and 3 bytes at 256, in a buffer of 259
+        int64 [3] and bool [3] -> 24 bytes at 0 and 3 bytes at 256, in a buffer of 512
     """
     starts, end = [], 0
     for slot in slots:
-        start = -(-end // FIELD_ALIGNMENT) * FIELD_ALIGNMENT
-        starts.append(start)
-        end = start + slot.num_bytes
+        starts.append(end)
+        end += -(-slot.num_bytes // FIELD_ALIGNMENT) * FIELD_ALIGNMENT
     buffer = _checked(allocate(end), end)[:end]
-    # Views of one dtype are made of one another: of bytes each would take three steps.
-    whole = {dtype: _whole(buffer, dtype) for dtype in {slot.dtype for slot in slots}}
+    # The whole as values of each dtype, once: of bytes each tensor would take another step.
+    whole = {dtype: buffer.view(dtype) for dtype in {slot.dtype for slot in slots}}
     views = []
     for slot, start in zip(slots, starts, strict=True):
-        base = whole[slot.dtype]
-        first = base.storage_offset() + start // slot.dtype.itemsize
-        views.append(base.as_strided(slot.shape, _strides(slot.shape), first))
+        first = start // slot.dtype.itemsize
+        views.append(whole[slot.dtype][first : first + math.prod(slot.shape)].view(slot.shape))
     return buffer, views
-
-
-def _whole(buffer: Tensor, dtype: torch.dtype) -> Tensor:
-    """The buffer as values of one dtype, as many as fit."""
-    return buffer[: buffer.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
-
-
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Of a contiguous tensor, in values.
-
-    Example:
-        (2, 3, 4) -> (12, 4, 1)
-    """
-    return tuple([math.prod(shape[axis + 1 :]) for axis in range(len(shape))])
 
 
 def slot_in(buffer: Tensor | None, tensor: Tensor) -> Slot | None:
@@ -108,8 +92,9 @@ def _checked(buffer: object, num_bytes: int) -> Tensor:
         raise RecordError(f"{expected}, found {type(buffer).__name__}")
     if buffer.dtype != torch.uint8 or buffer.ndim != 1 or buffer.device.type != "cpu":
         raise RecordError(f"{expected}, found {buffer.dtype} {list(buffer.shape)} on {buffer.device}")
-    if len(buffer) < num_bytes or not buffer.is_contiguous():
-        raise RecordError(f"{expected}, found {len(buffer)} with stride {buffer.stride(0)}")
+    # `len` of a tensor takes ten times as long.
+    if buffer.numel() < num_bytes or not buffer.is_contiguous():
+        raise RecordError(f"{expected}, found {buffer.numel()} with stride {buffer.stride(0)}")
     if buffer.storage_offset() % FIELD_ALIGNMENT:
         raise RecordError(
             f"{expected} that starts at a multiple of {FIELD_ALIGNMENT} bytes of its storage, "

@@ -20,6 +20,7 @@ from rlbatch.collate.media import MediaColumn, media_of
 from rlbatch.collate.place import Padding, Place
 from rlbatch.collate.segments import Parts
 from rlbatch.errors import RecordError
+from rlbatch.packing import StepInfo
 from rlbatch.records import PURPOSES, Origin, Purpose, Sample, check_samples, origins_of
 from rlbatch.records.structure import check_choice
 
@@ -34,6 +35,7 @@ def collate(
     origins: Sequence[Origin] | None = None,
     padding: Padding = DEFAULT_PADDING,
     allocate: Allocate = fresh,
+    step: StepInfo | None = None,
 ) -> Batch:
     """One micro-batch, on the host, in one flat buffer.
 
@@ -67,7 +69,7 @@ def collate(
     place = Place.of([len(sample) for sample in samples], layout, padding)
     parts = Parts.of(samples, place)
     media = media_of(samples, layout)
-    columns = columns_of(samples, place, padding.token_id)
+    columns = columns_of(samples, padding.token_id)
     tensors = _tensors(columns, media, place, parts, allocate)
     num_loss_tokens = tuple([sample.num_loss_tokens for sample in samples])
     return Batch(
@@ -87,6 +89,7 @@ def collate(
         sequence_finish_reasons=tuple([sample.finish_reasons for sample in samples]),
         num_loss_tokens=sum(num_loss_tokens),
         num_trajectories=sum(sample.sibling == 0 for sample in samples),
+        step=step,
     )
 
 
@@ -126,9 +129,8 @@ def _tensors(
     joined = views[len(slots) :]
     for part, tensor in zip(media, joined, strict=True):
         part.write(tensor.numpy())
-    without_target = place.without_target()
     for column in columns:
-        column.write(tensors[column.name].numpy(), place, without_target)
+        column.write(tensors[column.name].numpy(), place)
     if not media:
         write_position_ids(tensors["position_ids"].numpy(), place)
     if packed is None:

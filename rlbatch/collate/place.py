@@ -1,11 +1,7 @@
-"""Where each sequence lies in the [B, T] grid of a batch, and where padding lies.
-
-Knows lengths only. A column of the batch is the concatenation of its pieces in the order of the grid: for
-each sequence padding before it, its values, padding after it; in the end the pieces of padding behind all.
-"""
+"""Where each sequence lies in the [B, T] grid of a batch, and where padding lies. Knows lengths only."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Literal, TypeAlias
 
@@ -68,12 +64,12 @@ class Place:
     rows: list[int]
     starts: list[int]
     """[S] position of token 0 in its row."""
-    before: list[int]
-    """[S] padding between the start of the row and the sequence."""
     after: list[int]
-    """[S] padding of the sequence itself."""
+    """[S] a pack: padding of the sequence itself. Padded: 0; there the rest of a row is padding."""
     behind: list[int]
     """Pieces of padding behind the last sequence of a pack, none longer than the longest sequence."""
+    without_target: NDArray[np.int64] = field(compare=False)
+    """Where in a pack the last token of each sequence is, and what comes before its first; else empty."""
 
     @classmethod
     def of(cls, lengths: list[int], layout: Layout, padding: Padding) -> "Place":
@@ -82,18 +78,16 @@ class Place:
         width = padding.row_tokens(lengths, layout)
         if layout == "packed":
             return cls._packed(lengths, width, padding)
-        gaps = [width - length for length in lengths]
         none = [0] * len(lengths)
-        left = padding.side == "left"
         return cls(
             layout=layout,
             shape=(len(lengths), width),
             lengths=lengths,
             rows=list(range(len(lengths))),
-            starts=gaps if left else none,
-            before=gaps if left else none,
-            after=none if left else gaps,
+            starts=[width - length for length in lengths] if padding.side == "left" else none,
+            after=none,
             behind=[],
+            without_target=np.empty(0, np.int64),
         )
 
     @classmethod
@@ -101,57 +95,47 @@ class Place:
         none = [0] * len(lengths)
         padded = [rounded(length, padding.sequence_multiple) for length in lengths]
         ends = list(accumulate(padded))
+        starts = [0, *ends[:-1]]
+        last = [at + length - 1 for at, length in zip(starts, lengths, strict=True)]
         return cls(
             layout="packed",
             shape=(1, width),
             lengths=lengths,
             rows=none,
-            starts=[0, *ends[:-1]],
-            before=none,
+            starts=starts,
             after=[whole - length for whole, length in zip(padded, lengths, strict=True)],
             behind=list(_split(width - ends[-1], max(padded))),
+            without_target=np.array([at - 1 for at in starts[1:]] + last),
         )
 
-    @property
-    def num_positions(self) -> int:
-        """B * T."""
-        return self.shape[0] * self.shape[1]
-
-    @property
-    def longest_piece(self) -> int:
-        """Of the sequences and of the pieces of padding."""
-        return max(*self.lengths, *self.before, *self.after, *self.behind, 1)
-
-    @property
-    def has_padding(self) -> bool:
-        """Some position is no token's."""
-        return any(self.before) or any(self.after) or bool(self.behind)
-
-    def without_target(self) -> NDArray[np.int64]:
-        """Where in the flattened grid the last token of each sequence is, and what comes before its first."""
-        starts = np.array(self.rows, np.int64) * self.shape[1] + np.array(self.starts, np.int64)
-        return np.concatenate([starts[starts > 0] - 1, starts + np.array(self.lengths) - 1])
+    def spans(self) -> Iterator[tuple[int, int, int]]:
+        """(row, start, stop) of each sequence, without its padding."""
+        for row, start, length in zip(self.rows, self.starts, self.lengths, strict=True):
+            yield row, start, start + length
 
     def pieces(
         self, values: Sequence[NDArray[Any]], filler: NDArray[Any], *, missing: int = 0
     ) -> list[NDArray[Any]]:
-        """A column of the flattened grid, in pieces that only wait to be concatenated.
+        """A column of a pack, in pieces that only wait to be concatenated.
 
         Args:
             values: [S] arrays, each as long as its sequence, less `missing`.
-            filler: what a piece of padding of length n is the first n of; shorter ones are repeated.
+            filler: what a piece of padding of length n is the first n of.
             missing: entries that each value lacks in the end; they are filled like padding.
         """
-        if not self.has_padding and not missing:
-            return list(values)
         pieces: list[NDArray[Any]] = []
-        for value, before, after in zip(values, self.before, self.after, strict=True):
-            pieces.extend(filling(before, filler))
-            pieces.append(value)
-            pieces.extend(filling(after + missing, filler))
-        for length in self.behind:
-            pieces.extend(filling(length, filler))
+        if missing or any(self.after):
+            for value, after in zip(values, self.after, strict=True):
+                pieces += [value, filler[: after + missing]]
+        else:
+            pieces += values
+        pieces += [filler[:length] for length in self.behind]
         return pieces
+
+    @property
+    def longest_gap(self) -> int:
+        """Of the pieces of padding in a pack; 0 where every position is a token's."""
+        return max(*self.after, *self.behind, 0)
 
     @property
     def longest_sequence(self) -> int:
@@ -162,11 +146,6 @@ class Place:
         """`cu_seqlens` of a pack: sequences with their padding, then the pieces of padding behind them."""
         row_end = self.shape[1]
         return [*self.starts, *accumulate(self.behind, initial=row_end - sum(self.behind))]
-
-
-def filling(length: int, filler: NDArray[Any]) -> list[NDArray[Any]]:
-    """Pieces of the filler, `length` entries in all."""
-    return [filler[:part] for part in _split(length, len(filler))]
 
 
 def _split(length: int, longest: int) -> Iterator[int]:

@@ -47,5 +47,6 @@ class Parts:
 
     def table(self) -> NDArray[np.int32]:
         """[G, 4] (row, start, stop, turn)."""
-        # Without a single segment there is no second axis to infer.
-        return np.array(self.segments, np.int32).reshape(len(self.segments), 4)
+        # Numbers in one list: numpy takes long over a list of named tuples.
+        flat = np.array([value for segment in self.segments for value in segment], np.int32)
+        return flat.reshape(len(self.segments), 4)

@@ -14,6 +14,7 @@ from rlbatch.loader.options import Checks, KeepGroups
 from rlbatch.packing import Room, too_long
 from rlbatch.records import Origin, Sample
 from rlbatch.soundness import check_sound
+from rlbatch.storage.shard import Shard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +25,8 @@ class Candidates:
     origins: Sequence[Origin]
     repeats: Mapping[int, Origin]
     """Place in the list -> where the same sample id came before, in this store."""
+    sources: Mapping[str, Shard]
+    """Path -> the shard whose memory samples of that origin are views of; none where they are copies."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -54,11 +54,12 @@ class Steps:
         check_scalar("Steps.follow_timeout_s", timeout_s, float)
         if not timeout_s > 0:
             raise RecordError(f"Steps.follow_timeout_s: expected more than 0 seconds, found {timeout_s}")
-        # Nobody knows which samples will come, so they cannot be shuffled, nor groups known to be whole.
         if self.seed is not None or self.keep_groups != "no":
             raise RecordError(
                 "Steps.follow_timeout_s: expected stored order (seed None, keep_groups 'no') of a store that "
-                f"is being written, found seed {self.seed} and keep_groups {self.keep_groups!r}"
+                f"is being written, found seed {self.seed} and keep_groups {self.keep_groups!r}: nobody knows "
+                "which samples will come, so they cannot be shuffled, nor a group known to be whole; have the "
+                "sampler write each group's samples one after another, in steps of whole groups"
             )
 
 

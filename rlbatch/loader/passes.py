@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from rlbatch.loader.ahead import Verifier
 from rlbatch.loader.figures import Counts, Found
 from rlbatch.loader.options import Checks, Steps
 from rlbatch.loader.position import Position
@@ -56,6 +57,10 @@ class Pass:
             StorageError: the store cannot be read.
             SoundnessError: a sample has a fault, and `on_fault` is `error`.
         """
+        with Verifier() as ahead:
+            yield from self._batches(start, demand, ahead)
+
+    def _batches(self, start: Position, demand: Demand, ahead: Verifier) -> Iterator[Made]:
         position, found = start, Found()
         while self._judges(position, demand):
             position = self._judged(position)
@@ -63,21 +68,23 @@ class Pass:
             if indices is None:
                 yield Made(sent=None, after=Position(epoch=position.epoch + 1), counts=Counts(found=found))
                 return
+            ahead.finish()
             step = self._load(indices, position)
+            ahead.begin(self.store.shards_of(position.epoch, position.step + 1))
             found = found.plus(step.found)
             position = position.begun(self.steps.num_ranks)
             mine = plan_step(step, self.shape, self.steps, position)[self.steps.rank]
-            for _ in mine[position.parts[-1][1] :]:
+            for members in mine[position.parts[-1][1] :]:
                 before, position = position, position.after_batch()
                 if self.worker.makes(before):
                     # Before, since a file that was cut short kills who reads it; behind, for what was read.
-                    self.store.require_unchanged(indices)
+                    step.require_unchanged(members)
                     made = self._make(step, mine, before, found)
-                    self.store.require_unchanged(indices)
+                    step.require_unchanged(members)
                     yield made
                     found = Found()
             position = position.after_step()
-            self.store.reader.release(indices)
+            step.release()
 
     def _judges(self, position: Position, demand: Demand) -> bool:
         """Wait for the version that a step is to be judged by; False where nobody asks for it any more.
@@ -116,12 +123,18 @@ class Pass:
         """The batch behind `before`, on its way; what was found goes with the first one made after it."""
         index = before.parts[-1][1]
         batch = make_batch(
-            step, mine[index], self.shape, purpose=self.checks.purpose, allocate=self.ring.allocate
+            step,
+            mine[index],
+            self.shape,
+            info=replace(
+                step.totals, epoch=before.epoch, step=before.step, index=index, num_batches=len(mine)
+            ),
+            purpose=self.checks.purpose,
+            allocate=self.ring.allocate,
         )
-        info = replace(step.totals, epoch=before.epoch, step=before.step, index=index, num_batches=len(mine))
         is_last = index == len(mine) - 1
         return Made(
-            sent=self.transfer.send(replace(batch, step=info)),
+            sent=self.transfer.send(batch),
             after=before.after_batch().after_step() if is_last else before.after_batch(),
             counts=Counts(
                 num_samples=len(mine[index]),

@@ -44,7 +44,7 @@ class BufferRing:
                 slot = self._spare.pop()
             except IndexError:
                 break
-            if len(slot) >= num_bytes:
+            if slot.numel() >= num_bytes:
                 return slot
         # As large as the largest so far: batches of one loader differ little, and growing costs twice.
         return torch.empty(self._size, dtype=torch.uint8, pin_memory=self._pinned)

@@ -1,11 +1,12 @@
 """One step: its samples, checked, and the plan that every rank derives from them alike."""
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rlbatch.batch import Allocate, Batch
 from rlbatch.collate import Padding, collate
@@ -17,6 +18,7 @@ from rlbatch.loader.position import Plan, Position, plan_left
 from rlbatch.packing import Room, StepInfo, plan_ranks
 from rlbatch.records import TOKEN_FIELDS, Origin, Purpose, Sample
 from rlbatch.storage.columns import TEXT_ENCODING
+from rlbatch.storage.shard import Shard
 
 FILLER_TOKENS = 2
 """The shortest sequence that has a target."""
@@ -42,6 +44,24 @@ class Step:
     faults: tuple[tuple[Finding, ...], ...]
     """One entry a sample that is set aside."""
     found: Found
+    sources: Mapping[str, Shard]
+    """As in `Candidates`."""
+
+    def require_unchanged(self, indices: Iterable[int]) -> None:
+        """Refuse to go on with samples whose bytes can have changed since they were verified.
+
+        Raises:
+            StorageError: store-changed, a shard is gone or was written to.
+        """
+        paths = {self.origins[index].path for index in indices}
+        for path, shard in self.sources.items():
+            if path in paths:
+                shard.require_unchanged()
+
+    def release(self) -> None:
+        """Let the system take back the memory that the samples are views of."""
+        for shard in self.sources.values():
+            shard.release()
 
 
 def load_step(
@@ -65,8 +85,10 @@ def load_step(
             samples=[candidates.samples[at] for at in checked.faults],
             origins=[candidates.origins[at] for at in checked.faults],
             repeats={},
+            sources=candidates.sources,
         ),
         faults=faults,
+        sources=candidates.sources,
         found=Found(
             num_quarantined=len(faults),
             findings=(*checked.warnings, *(found for each in faults for found in each)),
@@ -111,7 +133,7 @@ def plan_step(step: Step, shape: Shape, steps: Steps, position: Position) -> Pla
 
 
 def make_batch(
-    step: Step, indices: Sequence[int], shape: Shape, *, purpose: Purpose, allocate: Allocate
+    step: Step, indices: Sequence[int], shape: Shape, *, info: StepInfo, purpose: Purpose, allocate: Allocate
 ) -> Batch:
     """One micro-batch of the step; of no samples, a filler."""
     samples = [step.samples[index] for index in indices] or [_filler(step.samples)]
@@ -123,29 +145,46 @@ def make_batch(
         origins=origins,
         padding=shape.padding,
         allocate=allocate,
+        step=info,
     )
 
 
 def _filler(samples: Sequence[Sample]) -> Sample:
-    """Two tokens that nobody sampled, of a trajectory that does not begin here: it counts nowhere.
+    """Tokens that nobody sampled, of a trajectory that does not begin here: it counts nowhere.
 
     A rank without samples left still has to take part in every pass through a model that is sharded. So it
-    has every field that one of the step's samples has, with the value for what was not sampled.
+    has every field that one of the step's samples has, with the value for what was not sampled: two tokens,
+    or, where there are media, the shortest sample with some, since their places are among its tokens.
     """
-    given = [
-        spec
+    shown = min((sample for sample in samples if sample.media), key=len, default=None)
+    token_ids = np.zeros(FILLER_TOKENS, np.int32) if shown is None else shown.token_ids
+    columns: dict[str, Any] = {
+        spec.name: np.full(len(token_ids), spec.padding, spec.dtype)
         for spec in TOKEN_FIELDS
         if not spec.optional or any(getattr(sample, spec.name) is not None for sample in samples)
-    ]
-    columns: dict[str, Any] = {spec.name: np.full(FILLER_TOKENS, spec.padding, spec.dtype) for spec in given}
+    }
     return Sample(
-        **columns,
+        **columns | {"token_ids": token_ids},
+        routed_experts=_any_experts(samples, len(token_ids) - 1),
+        media=() if shown is None else shown.media,
         sample_id="filler",
         trajectory_id="filler",
         sibling=1,
         num_siblings=2,
         provenances=(),
     )
+
+
+def _any_experts(samples: Sequence[Sample], num_rows: int) -> NDArray[np.integer] | None:
+    """[num_rows, L, K] in the form of the first sample's that has any: experts 0 to K - 1 everywhere.
+
+    They are distinct, as a router's choice is, so that a replay runs as with any other sample.
+    """
+    given = next((each.routed_experts for each in samples if each.routed_experts is not None), None)
+    if given is None:
+        return None
+    _, num_layers, num_choices = given.shape
+    return np.tile(np.arange(num_choices, dtype=given.dtype), (num_rows, num_layers, 1))
 
 
 def _units(groups: Sequence[str | None]) -> list[list[int]]:

@@ -12,6 +12,7 @@ from rlbatch.records import Origin
 from rlbatch.storage import ShardReader, open_reader
 from rlbatch.storage.files import refusal
 from rlbatch.storage.follow import ShardFollower
+from rlbatch.storage.shard import Shard
 
 
 class Store:
@@ -77,6 +78,13 @@ class Store:
         # A consumer that stopped gets no part of a step for the whole of it.
         return indices if indices and not stop.is_set() else None
 
+    def shards_of(self, epoch: int, step: int) -> list[Shard]:
+        """Where the samples of a step are stored; nowhere, where it is not known yet which they are."""
+        steps = self.steps_of(epoch)
+        if steps is None or step >= len(steps):
+            return []
+        return list(self.reader.shards_of(steps[step]).values())
+
     def read(self, indices: Sequence[int]) -> Candidates:
         """The samples, verified.
 
@@ -84,24 +92,20 @@ class Store:
             StorageError: store-changed, a shard is gone or was written to; shard-altered.
         """
         reader = self.reader
-        reader.require_unchanged(indices)
-        origins = self.origins(indices)
+        sources = reader.shards_of(indices)
+        for shard in sources.values():
+            shard.require_unchanged()
         repeats = {
             at: self.origins([self._repeats[index]])[0]
             for at, index in enumerate(indices)
             if index in self._repeats
         }
-        samples = reader.read_owned(indices) if self._reads_copies else reader.read(indices)
-        return Candidates(samples=samples, origins=origins, repeats=repeats)
-
-    def require_unchanged(self, indices: Sequence[int]) -> None:
-        """Refuse to go on with samples whose bytes can have changed since `read` verified them.
-
-        Raises:
-            StorageError: store-changed, a shard is gone or was written to.
-        """
-        if not self._reads_copies:
-            self.reader.require_unchanged(indices)
+        return Candidates(
+            samples=reader.read_copies(indices) if self._reads_copies else reader.read(indices),
+            origins=self.origins(indices),
+            repeats=repeats,
+            sources={} if self._reads_copies else sources,
+        )
 
     @property
     def _reads_copies(self) -> bool:

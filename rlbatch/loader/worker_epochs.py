@@ -15,6 +15,11 @@ class WorkerEpochs:
         self._passed = torch.zeros(2, dtype=torch.int64)
         self._passed.share_memory_()  # type: ignore[no-untyped-call]
 
+    def __setstate__(self, state: dict[str, torch.Tensor]) -> None:
+        # On the way to a worker memory stays shared; in a plain pickle it is a copy, to be shared anew.
+        self._passed = state["_passed"]
+        self._passed.share_memory_()  # type: ignore[no-untyped-call]
+
     def has_passed(self, epoch: int, base_seed: int) -> bool:
         """Whether workers of another pass came to the end of this epoch, or of a later one."""
         next_epoch, by = self._passed.tolist()

@@ -94,20 +94,35 @@ class Sample:
         self._derive()
 
     @classmethod
-    def unchecked(cls, values: Mapping[str, Any]) -> "Sample":
-        """A sample of all its fields, derived ones too, which were checked for many samples at once.
+    def unchecked(cls, fields: Mapping[str, Sequence[Any]], num_samples: int) -> "list[Sample]":
+        """Samples of all their fields, derived ones too, which were checked for all at once.
 
-        Arrays are read-only, and of the dtypes and lengths of `TOKEN_FIELDS`.
+        Args:
+            fields: of every name a list with one value a sample; arrays are read-only, and of the dtypes and
+                lengths of `TOKEN_FIELDS`.
+            num_samples: how many.
         """
-        sample = object.__new__(cls)
-        for name, value in values.items():
-            object.__setattr__(sample, name, value)
-        return sample
+        samples = [object.__new__(cls) for _ in range(num_samples)]
+        # Field by field: a dict a sample would be thousands of objects for the garbage collector to visit.
+        for name, values in fields.items():
+            for sample, value in zip(samples, values, strict=True):
+                object.__setattr__(sample, name, value)
+        return samples
 
-    def owned(self) -> "Sample":
-        """The same sample with arrays of its own, views of nothing."""
-        values = {spec.name: getattr(self, spec.name) for spec in fields(self)}
-        return Sample.unchecked({name: _owned(value) for name, value in values.items()})
+    def copied(self, memory: Mapping[str, NDArray[Any]]) -> "Sample":
+        """The same sample with arrays of its own, views of nothing that it was a view of.
+
+        Args:
+            memory: field -> [T] of its dtype, which its values are copied into; a field that is not named
+                gets memory of its own.
+        """
+        copy = object.__new__(Sample)
+        for name in _FIELD_NAMES:
+            value = getattr(self, name)
+            if isinstance(value, np.ndarray):
+                value = _copied(value, memory.get(name))
+            object.__setattr__(copy, name, value)
+        return copy
 
     def _derive(self) -> None:
         segments = tuple(sampled_segments(self.turn))
@@ -210,10 +225,12 @@ def origins_of(samples: Sized, origins: Sequence[Origin] | None) -> Sequence[Ori
     return origins
 
 
-def _owned(value: object) -> object:
-    if not isinstance(value, np.ndarray):
-        return value
-    copy = value.copy()
+_FIELD_NAMES = tuple(spec.name for spec in fields(Sample))
+
+
+def _copied(value: NDArray[Any], memory: NDArray[Any] | None) -> NDArray[Any]:
+    copy = np.empty_like(value) if memory is None else memory
+    copy[...] = value
     copy.flags.writeable = False
     return copy
 

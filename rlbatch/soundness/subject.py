@@ -12,10 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlbatch.errors import RecordError, Where
-from rlbatch.records import TOKEN_FIELDS, Origin, Provenance, Purpose, Sample, Stretch
+from rlbatch.records import TOKEN_FIELDS, UNKNOWN_VERSION, Origin, Provenance, Purpose, Sample, Stretch
 from rlbatch.records.structure import check_scalar
 
-_ALWAYS_THERE = tuple(spec.name for spec in TOKEN_FIELDS if not spec.optional)
+# What `turn` says, the segments of the samples say too.
+_LOOKED_AT = tuple(spec.name for spec in TOKEN_FIELDS if not spec.optional and spec.name != "turn")
 
 MIN_FLAT_TOKENS = 2**14
 """Shorter stretches are joined with their neighbours: a part costs as much as looking at so many tokens."""
@@ -178,21 +179,21 @@ class Subject(Members):
         """
         samples = members.samples
         stretch = members.stretches[0] if len(members.stretches) == 1 else _joined(samples, scratch)
-        columns: dict[str, Any] = dict(stretch.columns)
-        turn, reported = columns.pop("turn"), columns.pop("inference_logprobs")
+        columns: dict[str, Any] = {name: stretch.columns[name] for name in _LOOKED_AT}
+        reported = columns.pop("inference_logprobs")
         if any(sample.raw_inference_logprobs is not None for sample in samples):
             parts = [_reported(sample) for sample in samples]
             reported = scratch.joined("reported", parts, stretch.num_tokens)
-        runs, provenances = _runs(samples, turn, stretch.offsets)
+        runs, provenances = _runs(samples, stretch.offsets)
         return cls(
             samples=samples,
             origins=members.origins,
             expected=members.expected,
             offsets=stretch.offsets,
             reported=reported,
-            sampled=turn >= 0,
+            sampled=runs.spread(np.ones(len(runs), np.bool_), stretch.num_tokens, False),
             runs=runs,
-            version_changes=_changes_within(runs, columns["policy_version"]),
+            version_changes=_version_changes(samples, runs, columns["policy_version"]),
             provenances=provenances,
             **columns,
         )
@@ -257,40 +258,41 @@ def _joined(samples: Sequence[Sample], scratch: Scratch) -> Stretch:
         offsets=offsets,
         columns={
             name: scratch.joined(name, [getattr(sample, name) for sample in samples], int(offsets[-1]))
-            for name in _ALWAYS_THERE
+            for name in _LOOKED_AT
         },
     )
 
 
-def _runs(
-    samples: Sequence[Sample], turn: NDArray[np.int16], offsets: NDArray[np.intp]
-) -> tuple[Runs, tuple[Provenance, ...]]:
-    edges = np.zeros(len(turn) + 1, np.bool_)
-    np.not_equal(turn[1:], turn[:-1], out=edges[1:-1])
-    edges[offsets] = True
-    bounds = np.flatnonzero(edges)
-    sampled = turn[bounds[:-1]] >= 0
-    start, stop = bounds[:-1][sampled], bounds[1:][sampled]
-    sample = np.searchsorted(offsets, start, "right") - 1
-    turns = turn[start]
+def _runs(samples: Sequence[Sample], offsets: NDArray[np.intp]) -> tuple[Runs, tuple[Provenance, ...]]:
+    spans = [(part.start, part.stop, part.turn) for sample in samples for part in sample.segments]
+    start, stop, turn = np.array(spans, np.intp).reshape(-1, 3).T
+    sample = np.repeat(np.arange(len(samples)), [len(each.segments) for each in samples])
     distinct: dict[Provenance, int] = {}
     # Most samples share a few objects, and hashing one means hashing all its fields.
     seen: dict[int, int] = {}
     indices = []
-    for row, at in zip(sample.tolist(), turns.tolist(), strict=True):
-        provenance = samples[row].provenances[at]
-        if id(provenance) not in seen:
-            seen[id(provenance)] = distinct.setdefault(provenance, len(distinct))
-        indices.append(seen[id(provenance)])
-    runs = Runs(start=start, stop=stop, sample=sample, turn=turns, provenance=np.array(indices, np.intp))
+    for each in samples:
+        for part in each.segments:
+            provenance = each.provenances[part.turn]
+            if id(provenance) not in seen:
+                seen[id(provenance)] = distinct.setdefault(provenance, len(distinct))
+            indices.append(seen[id(provenance)])
+    first = offsets[sample]
+    runs = Runs(
+        start=start + first,
+        stop=stop + first,
+        sample=sample,
+        turn=turn.astype(np.int16),
+        provenance=np.array(indices, np.intp),
+    )
     return runs, tuple(distinct)
 
 
-def _changes_within(runs: Runs, values: NDArray[np.int32]) -> NDArray[np.intp]:
-    """Tokens of runs whose value is another one than that of the token before, in the same run."""
+def _version_changes(samples: Sequence[Sample], runs: Runs, values: NDArray[np.int32]) -> NDArray[np.intp]:
+    """Tokens of runs whose version is another one than that of the token before, in the same run."""
+    if all(version != UNKNOWN_VERSION for sample in samples for version in sample.segment_versions):
+        return np.empty(0, np.intp)
     at = np.flatnonzero(values[1:] != values[:-1]) + 1
-    if not len(runs) or not len(at):
-        return at[:0]
     run = np.searchsorted(runs.start, at, "right") - 1
     return at[(run >= 0) & (at > runs.start[run]) & (at < runs.stop[run])]
 

@@ -4,7 +4,7 @@ A thousand samples cost little more than one. Where anything is not as it must b
 samples are made one by one, so that the one that is wrong says so. Knows arrays; makes no sample.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -31,14 +31,14 @@ class Derived:
     num_loss_tokens: NDArray[np.int64]
     """[N] trained tokens, but for token 0."""
 
-    def segments(self, index: int) -> tuple[Segment, ...]:
-        """Those of one sample."""
-        spans = self.spans[self.first_run[index] : self.first_run[index + 1]].tolist()
-        return tuple(Segment(row=0, start=start, stop=stop, turn=turn) for start, stop, turn in spans)
-
-    def segment_versions(self, index: int) -> tuple[int, ...]:
-        """Those of one sample."""
-        return tuple(self.versions[self.first_run[index] : self.first_run[index + 1]].tolist())
+    def fields(self, indices: NDArray[np.int64]) -> dict[str, Sequence[Any]]:
+        """The derived fields of these samples, each a list with one value a sample."""
+        runs = list(zip(self.first_run[indices].tolist(), self.first_run[indices + 1].tolist(), strict=True))
+        return {
+            "segments": [_segments(self.spans[first:end]) for first, end in runs],
+            "segment_versions": [tuple(self.versions[first:end].tolist()) for first, end in runs],
+            "num_loss_tokens": self.num_loss_tokens[indices].tolist(),
+        }
 
 
 def derive(arrays: Mapping[str, NDArray[Any]], *, num_provenances: int) -> Derived | None:
@@ -57,6 +57,10 @@ def derive(arrays: Mapping[str, NDArray[Any]], *, num_provenances: int) -> Deriv
     derived = _runs(offsets, turn, arrays["policy_version"], _num_loss_tokens(offsets, arrays["loss_mask"]))
     num_turns = np.repeat(np.diff(arrays["provenances.offsets"]), np.diff(derived.first_run))
     return None if (derived.spans[:, 2] >= num_turns).any() else derived
+
+
+def _segments(spans: NDArray[np.int64]) -> tuple[Segment, ...]:
+    return tuple([Segment(0, start, stop, turn) for start, stop, turn in spans.tolist()])
 
 
 def _num_loss_tokens(offsets: NDArray[np.int64], loss_mask: NDArray[np.bool_]) -> NDArray[np.int64]:

@@ -5,6 +5,7 @@ are ignored and listed. Knows nothing of recorded rollouts (JSON), batches or wh
 """
 
 import operator
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -12,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from rlbatch.records import Provenance, Sample, StoredSamples
+from rlbatch.records import TOKEN_FIELDS, Provenance, Sample, StoredSamples, Stretch
 from rlbatch.storage.columns import provenance_text
 from rlbatch.storage.files import list_directory, refusal, unusable
 from rlbatch.storage.shard import Shard
@@ -133,8 +134,8 @@ class ShardReader:
             self._shards[number].verify()
         return StoredSamples([self._shards[shard].stretch(*span) for shard, span in _spans(places)])
 
-    def read_owned(self, indices: Iterable[int]) -> list[Sample]:
-        """`read`, but with arrays in memory of their own, and the shards' memory released one by one.
+    def read_copies(self, indices: Iterable[int]) -> StoredSamples:
+        """`read`, but as one stretch in memory of its own, and the shards' memory released one by one.
 
         Samples that lie far apart would bring in the pages around them: of a whole store, where they are
         drawn at random.
@@ -143,14 +144,25 @@ class ShardReader:
             IndexError: there are not that many samples.
             StorageError: shard-altered, naming the array.
         """
-        places = self._places(indices)
-        made: dict[tuple[int, int], Sample] = {}
-        for number in sorted({shard for shard, _ in places}):
+        wanted = np.array(list(indices), np.int64)
+        places = self._places(wanted)
+        offsets = np.cumsum([0, *self.lengths[wanted]])
+        columns = {
+            spec.name: np.empty(int(offsets[-1]), spec.dtype) for spec in TOKEN_FIELDS if not spec.optional
+        }
+        copies: dict[int, Sample] = {}
+        for number, members in _by_shard(places).items():
             shard = self._shards[number]
             shard.verify()
-            made |= {place: shard.sample(place[1]).owned() for place in places if place[0] == number}
+            samples = shard.chosen([index for _, index in members])
+            for (at, _), sample in zip(members, samples, strict=True):
+                own = slice(int(offsets[at]), int(offsets[at + 1]))
+                copies[at] = sample.copied({name: values[own] for name, values in columns.items()})
             shard.release()
-        return [made[place] for place in places]
+        for values in columns.values():
+            values.flags.writeable = False
+        in_order = [copies[at] for at in range(len(places))]
+        return StoredSamples([Stretch(samples=in_order, offsets=offsets, columns=columns)])
 
     def verify(self) -> None:
         """Compare every array of every shard with its checksum, unless that was done before.
@@ -193,22 +205,14 @@ class ShardReader:
         """The checksum of each shard's header, which holds those of its arrays: equal where contents are."""
         return tuple(shard.seal for shard in self._shards)
 
-    def require_unchanged(self, indices: Iterable[int]) -> None:
-        """Refuse to go on where a shard of these samples is gone, or was written to since it was opened.
+    def shards_of(self, indices: Iterable[int]) -> dict[str, Shard]:
+        """The shards that hold these samples, by path.
 
         Raises:
-            StorageError: store-changed.
+            IndexError: there are not that many samples.
         """
-        for shard in self._shards_of(indices):
-            shard.require_unchanged()
-
-    def release(self, indices: Iterable[int]) -> None:
-        """Let the system take back the memory of the shards that hold these samples; they stay readable."""
-        for shard in self._shards_of(indices):
-            shard.release()
-
-    def _shards_of(self, indices: Iterable[int]) -> list[Shard]:
-        return [self._shards[at] for at in sorted({shard for shard, _ in self._places(indices)})]
+        numbers = sorted({shard for shard, _ in self._places(indices)})
+        return {self.paths[number]: self._shards[number] for number in numbers}
 
     def location(self, index: int) -> tuple[str, int]:
         """Where sample `index` is stored: the shard's path, and the index in it.
@@ -232,7 +236,7 @@ class ShardReader:
 
     def _places(self, indices: Iterable[int]) -> list[tuple[int, int]]:
         """(shard, index in it) of each; a negative index counts from the end."""
-        wanted = np.array([operator.index(index) for index in indices], np.int64)
+        wanted = np.fromiter(map(operator.index, indices), np.int64)
         at = np.where(wanted < 0, wanted + len(self), wanted)
         bad = np.flatnonzero((at < 0) | (at >= len(self)))
         if len(bad):
@@ -251,6 +255,18 @@ def _spans(places: Sequence[tuple[int, int]]) -> list[tuple[int, tuple[int, int]
     breaks = np.flatnonzero((np.diff(shard) != 0) | (np.diff(at) != 1)) + 1
     cuts = [0, *breaks.tolist(), len(places)] if places else []
     return [(places[first][0], (places[first][1], places[stop - 1][1] + 1)) for first, stop in pairwise(cuts)]
+
+
+def _by_shard(places: Sequence[tuple[int, int]]) -> dict[int, list[tuple[int, int]]]:
+    """Shard -> (place in the list, index in the shard) of each of its samples.
+
+    Example:
+        places (0, 4), (1, 7), (0, 2) -> {0: [(0, 4), (2, 2)], 1: [(1, 7)]}
+    """
+    members: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for at, (shard, index) in enumerate(places):
+        members[shard].append((at, index))
+    return members
 
 
 def _reopen(paths: Sequence[str], leftovers: Sequence[str]) -> ShardReader:

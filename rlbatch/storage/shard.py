@@ -10,7 +10,7 @@ Knows one file; opens no other, whatever is written in it.
 import mmap
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,23 +18,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlbatch.errors import StorageError
-from rlbatch.records import TOKEN_FIELDS, FinishReason, MediaArray, Provenance, Sample, Stretch
+from rlbatch.records import TOKEN_FIELDS, Provenance, Sample, Stretch
 from rlbatch.storage.columns import (
     ARRAYS,
     EXPERT_COLUMNS,
-    EXPERT_DTYPES_BY_SIZE,
     EXPERTS,
     PER_BOUNDARY,
     PER_SAMPLE,
     SAMPLES,
-    TEXT_ENCODING,
     read_finish_reasons,
     read_provenances,
 )
 from rlbatch.storage.derived import Derived, derive
 from rlbatch.storage.files import reason, refusal, unusable
 from rlbatch.storage.format import Entry, read_header, shown
-from rlbatch.storage.media import MEDIA, MEDIA_KINDS, decode_media
+from rlbatch.storage.media import MEDIA, MEDIA_KINDS
+from rlbatch.storage.rows import Contents
 
 _TOKEN_ARRAYS = frozenset({EXPERTS, MEDIA, *(spec.name for spec in TOKEN_FIELDS)})
 _TOGETHER = (
@@ -50,7 +49,6 @@ class Shard:
     Attributes:
         path: the file.
         offsets: [N+1] int64, read-only; sample i is tokens offsets[i]:offsets[i+1].
-        provenances: the distinct ones of its samples.
     """
 
     def __init__(self, path: Path) -> None:
@@ -87,10 +85,20 @@ class Shard:
         self._verify(self._entries.keys() - _TOKEN_ARRAYS)
         self.offsets: NDArray[np.int64] = self._arrays["offsets"]
         _check_extents(path, self._arrays)
-        self.provenances, self._finish_reasons = _documents(path, header.metadata)
+        self._contents = _contents(path, header.metadata, self._arrays)
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
+
+    @property
+    def provenances(self) -> tuple[Provenance, ...]:
+        """The distinct ones of its samples."""
+        return self._contents.provenances
+
+    @property
+    def is_verified(self) -> bool:
+        """Every array was compared with its checksum."""
+        return not self._unverified
 
     def verify(self) -> None:
         """Compare every array with its checksum; those that passed before are not read again.
@@ -100,7 +108,8 @@ class Shard:
         """
         if self._unverified:
             self._verify(tuple(self._unverified))
-            if EXPERTS not in self._arrays:
+            # Experts and media are checked sample by sample.
+            if self._arrays.keys().isdisjoint({EXPERTS, MEDIA}):
                 self._derived = derive(self._arrays, num_provenances=len(self.provenances))
             # Else a look at every shard of a large store would count as memory of this process.
             self.release()
@@ -140,7 +149,7 @@ class Shard:
             StorageError: shard-altered, they are not text.
         """
         try:
-            return [self._text(name, index) for index in range(len(self))]
+            return self._contents.texts(name, np.arange(len(self)))
         except ValueError as error:
             raise refusal("shard-altered", self.path, expected="text", found=shown(str(error))) from error
 
@@ -150,23 +159,19 @@ class Shard:
         Raises:
             StorageError: shard-altered, what the file holds there cannot be a sample.
         """
-        # RecordError and UnicodeDecodeError are ValueErrors.
+        return self.chosen([index])[0]
+
+    def chosen(self, indices: Sequence[int]) -> list[Sample]:
+        """`sample` of many, at the price of a few."""
         try:
-            fields = self._fields(index)
-            if self._derived is None:
-                return Sample(**fields)
-            return Sample.unchecked(
-                fields
-                | {
-                    "segments": self._derived.segments(index),
-                    "segment_versions": self._derived.segment_versions(index),
-                    "num_loss_tokens": int(self._derived.num_loss_tokens[index]),
-                }
-            )
-        except (ValueError, LookupError) as error:
-            raise refusal(
-                "shard-altered", self.path, sample=index, expected="a sample", found=shown(str(error))
-            ) from error
+            if self._derived is not None:
+                at = np.array(indices, np.int64)
+                fields = self._contents.fields(at) | self._derived.fields(at)
+                return Sample.unchecked(fields, len(indices))
+        except (ValueError, LookupError):
+            # One of them is wrong, and made alone it says so.
+            pass
+        return [self._checked_sample(index) for index in indices]
 
     def stretch(self, start: int, stop: int) -> Stretch:
         """Samples start:stop with the flat arrays that theirs are views of.
@@ -177,7 +182,7 @@ class Shard:
         offsets = self.offsets[start : stop + 1]
         tokens = slice(int(offsets[0]), int(offsets[-1]))
         return Stretch(
-            samples=[self.sample(index) for index in range(start, stop)],
+            samples=self.chosen(range(start, stop)),
             offsets=offsets - offsets[0],
             columns={
                 spec.name: self._arrays[spec.name][tokens] for spec in TOKEN_FIELDS if not spec.optional
@@ -190,65 +195,15 @@ class Shard:
         for index in range(len(self)):
             yield self.sample(index)
 
-    def _fields(self, index: int) -> dict[str, Any]:
-        group_id = self._text("group_id", index) if self._arrays["group_id.present"][index] else None
-        reward = float(self._arrays["reward"][index]) if self._arrays["reward.present"][index] else None
-        span = slice(int(self.offsets[index]), int(self.offsets[index + 1]))
-        return {
-            **{spec.name: self._tokens(spec.name, index, span) for spec in TOKEN_FIELDS},
-            "routed_experts": self._routed_experts(index),
-            "media": self._media(index),
-            "sample_id": self._text("sample_id", index),
-            "trajectory_id": self._text("trajectory_id", index),
-            "group_id": group_id,
-            "reward": reward,
-            "sibling": int(self._arrays["sibling"][index]),
-            "num_siblings": int(self._arrays["num_siblings"][index]),
-            "provenances": tuple(self.provenances[at] for at in self._indices("provenances", index)),
-            "finish_reasons": tuple(
-                self._finish_reasons[at] for at in self._indices("finish_reasons", index)
-            ),
-        }
-
-    def _tokens(self, name: str, index: int, span: slice) -> NDArray[Any] | None:
-        values = self._arrays.get(name)
-        if values is None:
-            return None
-        present = self._arrays.get(f"{name}.present")
-        return values[span] if present is None or present[index] else None
-
-    def _routed_experts(self, index: int) -> NDArray[Any] | None:
-        """[T-1, L, K] as a view of the file's bytes."""
-        if EXPERTS not in self._arrays:
-            return None
-        itemsize, num_layers, num_choices = (int(self._arrays[name][index]) for name in EXPERT_COLUMNS)
-        run = self._run(EXPERTS, index)
-        if not itemsize:
-            if len(run) or num_layers or num_choices:
-                raise ValueError("routed experts of no kind")
-            return None
-        if num_layers < 1 or num_choices < 1:
-            raise ValueError("routed experts without layers")
-        num_rows = int(self.offsets[index + 1] - self.offsets[index]) - 1
-        return run.view(EXPERT_DTYPES_BY_SIZE[itemsize]).reshape(num_rows, num_layers, num_choices)
-
-    def _media(self, index: int) -> tuple[MediaArray, ...]:
-        if MEDIA not in self._arrays:
-            return ()
-        return decode_media(self._run(MEDIA, index).tobytes(), self._run(MEDIA_KINDS, index).tobytes())
-
-    def _run(self, name: str, index: int) -> NDArray[Any]:
-        offsets = self._arrays[f"{name}.offsets"]
-        return self._arrays[name][offsets[index] : offsets[index + 1]]
-
-    def _text(self, name: str, index: int) -> str:
-        return self._run(name, index).tobytes().decode(*TEXT_ENCODING)
-
-    def _indices(self, name: str, index: int) -> list[int]:
-        indices: list[int] = self._run(name, index).tolist()
-        if any(at < 0 for at in indices):
-            raise ValueError(f"a negative index in {name}")
-        return indices
+    def _checked_sample(self, index: int) -> Sample:
+        # RecordError and UnicodeDecodeError are ValueErrors.
+        try:
+            fields = self._contents.fields(np.array([index]))
+            return Sample(**{name: value for name, (value,) in fields.items()})
+        except (ValueError, LookupError) as error:
+            raise refusal(
+                "shard-altered", self.path, sample=index, expected="a sample", found=shown(str(error))
+            ) from error
 
     def _verify(self, names: Iterable[str]) -> None:
         for name in sorted(names, key=lambda name: self._entries[name].start):
@@ -309,11 +264,13 @@ def _check_extents(path: Path, arrays: Mapping[str, NDArray[Any]]) -> None:
             )
 
 
-def _documents(
-    path: Path, metadata: Mapping[str, str]
-) -> tuple[tuple[Provenance, ...], tuple[FinishReason | None, ...]]:
+def _contents(path: Path, metadata: Mapping[str, str], arrays: Mapping[str, NDArray[Any]]) -> Contents:
     try:
-        return read_provenances(metadata["provenances"]), read_finish_reasons(metadata["finish_reasons"])
+        return Contents(
+            arrays=arrays,
+            provenances=read_provenances(metadata["provenances"]),
+            finish_reasons=read_finish_reasons(metadata["finish_reasons"]),
+        )
     except (ValueError, TypeError, LookupError) as error:
         raise refusal(
             "schema-unknown",

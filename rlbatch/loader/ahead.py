@@ -1,0 +1,50 @@
+"""The shards of the next step held against their checksums, on a second thread, while this one is batched.
+
+Checksums need no interpreter, so that both cores work. Knows nothing of batches.
+"""
+
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import Self
+
+from rlbatch.storage.shard import Shard
+
+
+class Verifier:
+    """One verification at a time. As a context, it leaves no thread behind."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rlbatch-verifier")
+        self._begun: Future[None] | None = None
+
+    def begin(self, shards: Iterable[Shard]) -> None:
+        """Verify those of these that were not yet, while the caller reads others."""
+        left = [shard for shard in shards if not shard.is_verified]
+        if left:
+            self._begun = self._pool.submit(_verify, left)
+
+    def finish(self) -> None:
+        """Wait for what was begun.
+
+        Raises:
+            StorageError: store-changed or shard-altered.
+        """
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            begun.result()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+
+def _verify(shards: Iterable[Shard]) -> None:
+    for shard in shards:
+        # A file that was cut short kills who reads it.
+        shard.require_unchanged()
+        shard.verify()
