@@ -140,5 +140,16 @@ class Evidence:
         return at, np.minimum(np.abs(self.inference[at] - self.trainer[at + lag]), RESIDUAL_CLIP)
 
     def residuals(self, lags: Iterable[int] = LAGS) -> dict[int, float]:
-        """Mean clipped |difference| at each lag that has pairs."""
-        return {lag: float(errors.mean()) for lag in lags if len(errors := self.at_lag(lag)[1])}
+        """Mean clipped |difference| at each lag that has pairs, as `at_lag` has them."""
+        usable, length = self.usable, len(self.trained)
+        trainer, inference = (np.where(usable, side, np.nan) for side in (self.trainer, self.inference))
+        all_usable = bool(usable.all())
+        found: dict[int, float] = {}
+        for lag in lags:
+            ours = inference[max(0, -lag) : max(0, min(length, length - lag))]
+            theirs = trainer[max(0, lag) : max(0, min(length, length + lag))]
+            errors = np.minimum(np.abs(ours - theirs), RESIDUAL_CLIP)
+            errors = errors if all_usable else errors[~np.isnan(errors)]
+            if len(errors):
+                found[lag] = float(errors.mean())
+        return found

@@ -10,12 +10,15 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from rlbatch.alignment.evidence import Evidence
-from rlbatch.alignment.families import FAMILIES, Seen
+from rlbatch.alignment.families import FAMILIES
 from rlbatch.alignment.limits import LOOK_ELEMENTS
 from rlbatch.alignment.logits import WINDOW_TOKENS, require_same_rows
+from rlbatch.alignment.seen import Seen
 from rlbatch.errors import Where
+from rlbatch_kernels import token_logprobs
 
 Values = NDArray[np.float64]
 
@@ -106,13 +109,10 @@ def _window(part: Evidence, start: int) -> tuple[Exhibit | None, int]:
     logits = None if part.ask is None else part.ask(0, len(part.trained))
     again = own = target = None
     if logits is not None:
-        divided = logits / part.divisor
-        ids = torch.from_numpy(part.ids)[:, None]
-        normaliser = torch.logsumexp(divided, dim=1)
-        target = divided.gather(1, ids)[:, 0].double().numpy()
-        again = target - normaliser.double().numpy()
-        own = np.full(len(target), np.nan)
-        own[:-1] = (divided[1:].gather(1, ids[:-1])[:, 0] - normaliser[1:]).double().numpy()
+        ids = torch.from_numpy(part.ids)
+        again = _logprobs(logits, ids, part.divisor)
+        target = logits.gather(1, ids[:, None])[:, 0].double().numpy() / part.divisor
+        own = np.append(_logprobs(logits[1:], ids[:-1], part.divisor), np.nan)
     stated = np.where(usable, part.trainer, 0.0) if again is None else again
     first = part.first_token
     seen = Seen(
@@ -139,3 +139,10 @@ def _window(part: Evidence, start: int) -> tuple[Exhibit | None, int]:
         target_logits=None if target is None else target[usable],
         predictions=predictions,
     ), 0 if logits is None else int(logits.shape[1])
+
+
+def _logprobs(logits: Tensor, ids: Tensor, divisor: float) -> Values:
+    """[n] nats, of ids under the logits [n, V] over the divisor."""
+    trained = torch.ones(len(ids), dtype=torch.bool)
+    logprobs: Values = token_logprobs(logits, ids, temperature=divisor, mask=trained).double().numpy()
+    return logprobs
