@@ -1,8 +1,8 @@
 """`Evidence`: one suspect segment on the host, and what pairs of its values say. Decides nothing."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
-from typing import Self
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +12,9 @@ from rlbatch.alignment.limits import LEFT_FACTOR, LEFT_LEAST, LEFT_MOST, ROWS_HE
 from rlbatch.errors import Where
 from rlbatch.records import Provenance
 from rlbatch_kernels import LAGS, RESIDUAL_CLIP
+
+if TYPE_CHECKING:
+    from rlbatch.alignment.exhibits import Window
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -76,6 +79,8 @@ class Evidence:
     """The batch; made when it is first asked for."""
     ask: Callable[[int, int], Tensor] | None
     """Logits [stop - start, V] of entries start:stop, checked; None where nobody can be asked."""
+    windows: "dict[tuple[int, int], Window]" = field(default_factory=dict, repr=False)
+    """What was made of entries start:stop, where a pool keeps it anyway: it is not made again."""
 
     @property
     def first_token(self) -> int:
@@ -99,6 +104,7 @@ class Evidence:
             place=replace(self.place, start=self.first_token + start, stop=self.first_token + stop),
             context=replace(self.context, ids=self.context.ids[: self.first_token + stop]),
             ask=None if ask is None else lambda first, last: ask(start + first, start + last),
+            windows={},
         )
 
     @property
@@ -151,5 +157,5 @@ class Evidence:
             errors = np.minimum(np.abs(ours - theirs), RESIDUAL_CLIP)
             errors = errors if all_usable else errors[~np.isnan(errors)]
             if len(errors):
-                found[lag] = float(errors.mean())
+                found[lag] = float(np.add.reduce(errors)) / len(errors)
         return found

@@ -4,8 +4,9 @@ Made from logits where somebody gives them, a window at a time, and small enough
 segments is judged by. Decides nothing.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -52,8 +53,24 @@ class Exhibit:
         return self.trainer if self.again is None else self.again
 
 
-def exhibit_of(evidence: Evidence, *, max_tokens: int) -> Exhibit | None:
+Window: TypeAlias = tuple[Exhibit | None, int]
+"""The exhibit of one window, None without a usable token; and the vocabulary's size, 0 without logits."""
+
+
+def exhibit_of(
+    evidence: Evidence,
+    *,
+    max_tokens: int,
+    is_enough: Callable[[Exhibit], bool] = lambda _: False,
+    is_kept: bool = False,
+) -> Exhibit | None:
     """The first `max_tokens` of the evidence, or as many as the vocabulary allows; None where none is usable.
+
+    Args:
+        evidence: of one segment.
+        max_tokens: to look at.
+        is_enough: asked of what there is before a further window is looked at.
+        is_kept: the caller keeps the exhibit, so that the evidence may hold it too.
 
     Raises:
         AlignmentError: `batch-mismatch`, where the logits asked for are not those of the segment.
@@ -61,10 +78,15 @@ def exhibit_of(evidence: Evidence, *, max_tokens: int) -> Exhibit | None:
     parts: list[Exhibit] = []
     stop = min(len(evidence.trained), max_tokens)
     for start in range(0, stop, WINDOW_TOKENS):
-        part = evidence.part(start, min(start + WINDOW_TOKENS, stop))
-        made, vocab_size = _window(part, start)
+        span = (start, min(start + WINDOW_TOKENS, stop))
+        window = evidence.windows.get(span) or _window(evidence.part(*span), start)
+        if is_kept:
+            evidence.windows[span] = window
+        made, vocab_size = window
         parts += [made] if made is not None else []
         if (start + WINDOW_TOKENS) * vocab_size > LOOK_ELEMENTS:
+            break
+        if start + WINDOW_TOKENS < stop and parts and is_enough(joined(parts)):
             break
     if not parts:
         return None
@@ -101,8 +123,7 @@ def joined(parts: Sequence[Exhibit]) -> Exhibit:
     )
 
 
-def _window(part: Evidence, start: int) -> tuple[Exhibit | None, int]:
-    """The exhibit of one window, and the size of the vocabulary (0 without logits)."""
+def _window(part: Evidence, start: int) -> Window:
     usable = part.usable
     if not usable.any():
         return None, 0

@@ -6,11 +6,12 @@ under each. Nothing is decided here.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rlbatch.alignment.seen import MOST_KEPT, Seen
+from rlbatch.alignment.seen import MOST_KEPT, Known, Seen
 
 Values = NDArray[np.float64]
 
@@ -46,8 +47,7 @@ def _temperature(seen: Seen, ratios: Values) -> Values:
 
 
 def _divided(seen: Seen, divisors: Values) -> Values:
-    at_one = seen.target - seen.normalisers(np.ones(1))[:, 0]
-    predicted: Values = at_one[:, None] / divisors
+    predicted: Values = seen.at_one[:, None] / divisors
     return predicted
 
 
@@ -89,22 +89,56 @@ def _repetition(seen: Seen, sizes: Values) -> Values:
     known = seen.known
     is_held = known.in_sequence > 0
     rest = known.rest(is_held)
-    rows, columns = np.nonzero(is_held)
-    mine = known.logits[rows, columns]
-    # A logit above 0 is divided by the size, one below is multiplied: each in a stretch of its own.
-    order = np.argsort(mine < 0, kind="stable")
-    rows, mine, num_above = rows[order], mine[order], int(np.count_nonzero(mine >= 0))
-    whole, exponent = known.whole[rows], np.empty_like(mine)
     own, own_is_held = known.own(known.logits), known.own(is_held) > 0
+    # A logit above 0 is divided by the size, one below is multiplied.
+    above = _Held.of(known, is_held & (known.logits >= 0))
+    below = _Held.of(known, is_held & (known.logits < 0))
     predicted = np.empty((len(rest), len(sizes)))
     for at, size in enumerate(sizes):
-        np.divide(mine[:num_above], size, out=exponent[:num_above])
-        np.multiply(mine[num_above:], size, out=exponent[num_above:])
-        np.subtract(exponent, whole, out=exponent)
-        lifted = np.bincount(rows, np.exp(exponent, out=exponent), minlength=len(rest))
+        lifted = above.mass(1 / size) + below.mass(size)
         held = np.where(own_is_held, np.maximum(own, 0) / size + np.minimum(own, 0) * size, own)
         predicted[:, at] = held - known.whole - np.log(rest + lifted)
     return predicted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Held:
+    """Some of the known ids of each token, of which the logits are multiplied."""
+
+    logits: Values
+    """[N], token by token."""
+    whole: Values
+    """[N] the normaliser of the token."""
+    tokens: NDArray[np.intp]
+    """[M] the tokens that have any."""
+    starts: NDArray[np.intp]
+    """[M] where theirs begin."""
+    num_tokens: int
+    room: Values
+    """[N] to compute in."""
+
+    @classmethod
+    def of(cls, known: Known, chosen: NDArray[np.bool_]) -> Self:
+        rows, columns = np.nonzero(chosen)
+        starts = np.flatnonzero(np.diff(rows, prepend=-1))
+        return cls(
+            logits=known.logits[rows, columns],
+            whole=known.whole[rows],
+            tokens=rows[starts],
+            starts=starts,
+            num_tokens=len(chosen),
+            room=np.empty(len(rows)),
+        )
+
+    def mass(self, factor: float) -> Values:
+        """[n] what their probabilities sum to, with the logits times this."""
+        np.multiply(self.logits, factor, out=self.room)
+        np.subtract(self.room, self.whole, out=self.room)
+        np.exp(self.room, out=self.room)
+        mass = np.zeros(self.num_tokens)
+        if len(self.starts):
+            mass[self.tokens] = np.add.reduceat(self.room, self.starts)
+        return mass
 
 
 def _presence(seen: Seen, sizes: Values) -> Values:

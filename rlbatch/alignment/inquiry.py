@@ -45,6 +45,7 @@ class Inquiry:
     """[G] versions."""
     logits_for: LogitsFor | None
     _scene: Scene | None = field(default=None)
+    _evidence: dict[int, Evidence] = field(default_factory=dict)
     _rows: Rows | None = field(default=None)
 
     def exact(self) -> dict[int, Finding]:
@@ -83,12 +84,14 @@ class Inquiry:
         """What there is on one segment."""
         if self._scene is None:
             self._scene = Scene.of(self.measured, self._floor(), self.logits_for)
-        return self._scene.evidence(
-            index,
-            self._everyone,
-            comparable=bool(self.comparable[index]),
-            current=bool(self.ages[index] == 0),
-        )
+        if index not in self._evidence:
+            self._evidence[index] = self._scene.evidence(
+                index,
+                self._everyone,
+                comparable=bool(self.comparable[index]),
+                current=bool(self.ages[index] == 0),
+            )
+        return self._evidence[index]
 
     def _everyone(self) -> Rows:
         if self._rows is None:

@@ -57,6 +57,11 @@ class Seen:
         """[n] log of the sum of exp over the vocabulary, of logits over `divisor`."""
         return self.normalisers(np.array([self.divisor]))[:, 0]
 
+    @cached_property
+    def at_one(self) -> Values:
+        """[n] nats at temperature 1."""
+        return self.target - self.normalisers(np.ones(1))[:, 0]
+
     def normalisers(self, divisors: Values) -> Values:
         """[n, P] the same of logits over each of the divisors."""
         logits, shape = self.given_logits, (len(divisors), len(self.ids))
