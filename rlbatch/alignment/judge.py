@@ -3,7 +3,6 @@
 One `Judge` sees one step, or one file: limits apply to what it has seen together.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -72,7 +71,9 @@ class Judge:
         """
         batch, table = measured.batch, measured.table()
         self._count(measured, table)
-        comparable = np.array([item.comparable(batch.purpose) for item in batch.provenances], bool)
+        comparable = np.zeros(len(table), bool)
+        for provenance, mine in measured.by_provenance:
+            comparable[mine] = provenance.comparable(batch.purpose)
         ages = np.array(
             [age_of(version, self.trainer_version) for version in batch.segment_versions], np.int64
         )
@@ -98,7 +99,7 @@ class Judge:
         for at, found in single.items():
             self._pool_of(batch.provenances[at]).findings.append(found)
         self.num_excluded_segments += int((~kept).sum())
-        for provenance, mine in _by_provenance(batch):
+        for provenance, mine in measured.by_provenance:
             pool = self._pool_of(provenance)
             pool.drift.add_rows(table[mine & kept], ages[mine & kept])
             pool.num_segments += int((mine & kept).sum())
@@ -156,11 +157,11 @@ class Judge:
         explained: list[int] = []
         left = inquiry.comparable.copy()
         left[list(told)] = False
-        for provenance, mine in _by_provenance(inquiry.measured.batch):
+        for provenance, mine in inquiry.measured.by_provenance:
             pool = self._pool_of(provenance)
             pool.look(inquiry, mine & left & (inquiry.ages == 0))
         self._compare_passes()
-        for provenance, mine in _by_provenance(inquiry.measured.batch):
+        for provenance, mine in inquiry.measured.by_provenance:
             if self._pool_of(provenance).cause is not None:
                 explained += np.flatnonzero(mine & left).tolist()
         return explained
@@ -179,15 +180,6 @@ class Judge:
         if found is not None:
             self.findings.append(found)
             self.pools[evidence.provenance].drift.add_outside(age, int(outside(evidence).sum()))
-
-
-def _by_provenance(batch: Batch) -> Iterator[tuple[Provenance, NDArray[np.bool_]]]:
-    """Each provenance of the batch with its segments [G]."""
-    distinct = dict.fromkeys(batch.provenances)
-    keys = {provenance: key for key, provenance in enumerate(distinct)}
-    owner = np.array([keys[provenance] for provenance in batch.provenances], np.int64)
-    for provenance, key in keys.items():
-        yield provenance, owner == key
 
 
 DOUBTS = ("unexplained", "kld-high")
