@@ -10,7 +10,7 @@ import numpy as np
 from rlbatch.alignment.evidence import Evidence
 from rlbatch.alignment.exhibits import exhibit_of
 from rlbatch.alignment.hypotheses.distributions import distribution_finding, other_distribution
-from rlbatch.alignment.hypotheses.passes import trainer_fault
+from rlbatch.alignment.hypotheses.passes import trainer_fault, untold_pass
 from rlbatch.alignment.hypotheses.places import rows_permuted, shifted, shifted_from
 from rlbatch.alignment.hypotheses.remainder import doubtful, unexplained
 from rlbatch.alignment.hypotheses.spans import span_cause
@@ -53,7 +53,7 @@ def another_distribution(evidence: Evidence) -> Finding | None:
     exhibit = exhibit_of(evidence, max_tokens=SUSPECT_TOKENS)
     if exhibit is None:
         return None
-    told = trainer_fault(exhibit, where=evidence.place)
+    told = trainer_fault(exhibit, where=evidence.place) or untold_pass(exhibit, where=evidence.place)
     if told is not None:
         return told
     off = np.minimum(np.abs(exhibit.inference - exhibit.stated), RESIDUAL_CLIP).mean()
