@@ -32,8 +32,8 @@ class Exhibit:
     divisor: float
     offset: NDArray[np.int64]
     """[n] which token of its turn each is."""
-    sequence: NDArray[np.int64]
-    """[n] index of its sequence in the pack; -1 where the batch is not packed."""
+    index: int
+    """Of its sequence in the pack; -1 where the batch is not packed."""
     inference: Values
     """[n] nats."""
     trainer: Values
@@ -97,7 +97,7 @@ def exhibit_of(
 
 
 def joined(parts: Sequence[Exhibit]) -> Exhibit:
-    """All tokens of several, in order, at the place of the first."""
+    """All tokens of several, in order, at the place and the index of the first."""
     first = parts[0]
 
     def column(name: str) -> Values | None:
@@ -108,7 +108,7 @@ def joined(parts: Sequence[Exhibit]) -> Exhibit:
         place=first.place,
         divisor=first.divisor,
         offset=np.concatenate([part.offset for part in parts]),
-        sequence=np.concatenate([part.sequence for part in parts]),
+        index=first.index,
         inference=np.concatenate([part.inference for part in parts]),
         trainer=np.concatenate([part.trainer for part in parts]),
         again=column("again"),
@@ -152,7 +152,7 @@ def _window(part: Evidence, start: int) -> Window:
         place=part.place,
         divisor=part.divisor,
         offset=start + np.flatnonzero(usable),
-        sequence=np.full(int(usable.sum()), part.context.index if part.context.is_packed else -1),
+        index=part.context.index if part.context.is_packed else -1,
         inference=part.inference[usable],
         trainer=part.trainer[usable],
         again=None if again is None else again[usable],

@@ -159,6 +159,9 @@ LOOK_ELEMENTS = 2**27
 LOOK_TURN_TOKENS = 256
 """Of them from one turn at most, so that many turns are heard."""
 
+COMPANY_MIN, COMPANY_SHARE = 3, 0.25
+"""Segments that share a cause, from which another one must be told of more than this share of them."""
+
 PEERS_MIN = 5
 """Segments from which what is usual among them can be said."""
 PEERS_MIN_TOKENS = 8
