@@ -5,9 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from aligned_cases import Row, batch_of, drawn, judged, log_softmax, logits_of, told
+from aligned_cases import Row, batch_of, drawn, judged, log_softmax, logits_of, samples_of, told
 
-from rlbatch.alignment import require_aligned
+from rlbatch.alignment import Judge, measure, require_aligned
+from rlbatch.collate import collate
 from rlbatch.errors import AlignmentError
 
 LAYOUTS = pytest.mark.parametrize("layout", ["padded", "packed"])
@@ -99,6 +100,21 @@ def test_lags_that_follow_the_number_of_the_row_are_a_rule():
         ("shifted-by-rule", number) for number in range(1, 6)
     ]
     assert "minus its number in the batch +0" in verdict.findings[0].found
+
+
+def test_one_lag_of_all_padded_rows_is_a_rule_where_the_others_are_in_place():
+    rng = np.random.default_rng(0)
+    short = rows_of(num_rows=2, num_tokens=40)
+    # Both are eight tokens shorter than the longest, and both are off by eight.
+    off = [moved(row, [*rng.choice(row.inference, 8), *row.inference[:-8]]) for row in short]
+    verdict = judged([*off, *rows_of(num_rows=3)])
+    assert [(found.code, found.where.sample) for found in verdict.findings] == [
+        ("shifted-by-rule", 0),
+        ("shifted-by-rule", 1),
+    ]
+    assert "minus its padding +0, in 5 turns" in verdict.findings[0].found
+    # One row that is off would follow any rule.
+    assert told(judged([off[0], *rows_of(num_rows=3)])) == ["shifted"]
 
 
 # -- another distribution --------------------------------------------------------------------------------
@@ -194,6 +210,16 @@ def test_a_trainer_that_scores_with_the_next_logits_is_named():
     assert set(told(judged([late(row) for row in rows_of()]))) == {"no-causal-shift"}
 
 
+@LAYOUTS
+def test_one_row_that_is_scored_otherwise_is_no_fault_of_the_whole_pass(layout):
+    rows = rows_of()
+    next_logits = np.roll(rows[5].logits, -1, axis=0)
+    scored = log_softmax(next_logits)[np.arange(48), rows[5].ids]
+    spoilt = [*rows[:5], replace(rows[5], trainer=scored), *rows[6:]]
+    verdict = judged(spoilt, layout=layout)
+    assert [(found.code, found.where.sample) for found in verdict.findings] == [("no-causal-shift", 5)]
+
+
 def test_two_passes_that_disagree_are_dropout():
     rng = np.random.default_rng(0)
     at = np.arange(48)
@@ -203,6 +229,36 @@ def test_two_passes_that_disagree_are_dropout():
         return replace(row, trainer=log_softmax(noisy)[at, row.ids])
 
     assert told(judged([again(row) for row in rows_of()])) == ["dropout-on"]
+
+
+def test_logprobs_that_disagree_with_logits_which_the_engine_agrees_with_are_no_fault_of_the_engine():
+    rng = np.random.default_rng(0)
+    rows = rows_of()
+    off = rows[5].trainer.copy()
+    off[[7, 20, 34, 41]] -= 9 + rng.uniform(size=4)
+    (found,) = judged([*rows[:5], replace(rows[5], trainer=off), *rows[6:]]).findings
+    assert (found.code, found.severity, found.where.sample) == ("unexplained", "error", 5)
+    assert "from the logprobs of its logits over 48 tokens" in found.found
+
+
+def test_a_leak_is_told_where_the_first_sequence_was_sampled_otherwise():
+    rng = np.random.default_rng(0)
+    rows = rows_of(num_rows=6)
+    leaking = [
+        replace(row, trainer=row.trainer - (index > 0) * 0.3 * np.abs(rng.normal(size=48)))
+        for index, row in enumerate(rows)
+    ]
+    samples = [
+        replace(each, provenances=(replace(each.provenances[0], engine_version=str(at)),))
+        for at, each in enumerate(samples_of(leaking))
+    ]
+    batch = collate(samples, layout="packed")
+    trainer = torch.zeros(batch.shape, dtype=torch.float64)
+    for segment, row in zip(batch.host_segments, leaking, strict=True):
+        trainer[0, segment.start : segment.stop] = torch.from_numpy(row.trainer)
+    judge = Judge(trainer_version=None, logits_for=logits_of(leaking))
+    judge.add(measure(batch, trainer))
+    assert told(judge.verdict()) == ["boundary-leak"]
 
 
 def test_pack_1_an_error_in_all_sequences_of_a_pack_but_the_first_is_a_leak():

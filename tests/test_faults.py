@@ -50,7 +50,7 @@ def test_every_code_of_samples_turns_and_layouts_has_a_fault():
 
 @pytest.mark.parametrize("code", FAULTS)
 def test_planting_changes_copies_only(code):
-    originals, untouched = [made(), other()], [made(), other()]
+    originals, untouched = ([made(), other(), other()] for _ in range(2))
     planted = FAULTS[code].plant(originals, np.random.default_rng(0))
     assert not all(identical(new, old) for new, old in zip(planted, untouched, strict=True))
     assert all(identical(new, old) for new, old in zip(originals, untouched, strict=True))

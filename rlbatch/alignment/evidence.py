@@ -1,8 +1,8 @@
 """`Evidence`: one suspect segment on the host, and what pairs of its values say. Decides nothing."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
-from typing import Self
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +12,9 @@ from rlbatch.alignment.limits import LEFT_FACTOR, LEFT_LEAST, LEFT_MOST, ROWS_HE
 from rlbatch.errors import Where
 from rlbatch.records import Provenance
 from rlbatch_kernels import LAGS, RESIDUAL_CLIP
+
+if TYPE_CHECKING:
+    from rlbatch.alignment.exhibits import Window
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -76,6 +79,8 @@ class Evidence:
     """The batch; made when it is first asked for."""
     ask: Callable[[int, int], Tensor] | None
     """Logits [stop - start, V] of entries start:stop, checked; None where nobody can be asked."""
+    windows: "dict[tuple[int, int], Window]" = field(default_factory=dict, repr=False)
+    """What was made of entries start:stop, where a pool keeps it anyway: it is not made again."""
 
     @property
     def first_token(self) -> int:
@@ -99,6 +104,7 @@ class Evidence:
             place=replace(self.place, start=self.first_token + start, stop=self.first_token + stop),
             context=replace(self.context, ids=self.context.ids[: self.first_token + stop]),
             ask=None if ask is None else lambda first, last: ask(start + first, start + last),
+            windows={},
         )
 
     @property
@@ -140,5 +146,16 @@ class Evidence:
         return at, np.minimum(np.abs(self.inference[at] - self.trainer[at + lag]), RESIDUAL_CLIP)
 
     def residuals(self, lags: Iterable[int] = LAGS) -> dict[int, float]:
-        """Mean clipped |difference| at each lag that has pairs."""
-        return {lag: float(errors.mean()) for lag in lags if len(errors := self.at_lag(lag)[1])}
+        """Mean clipped |difference| at each lag that has pairs, as `at_lag` has them."""
+        usable, length = self.usable, len(self.trained)
+        trainer, inference = (np.where(usable, side, np.nan) for side in (self.trainer, self.inference))
+        all_usable = bool(usable.all())
+        found: dict[int, float] = {}
+        for lag in lags:
+            ours = inference[max(0, -lag) : max(0, min(length, length - lag))]
+            theirs = trainer[max(0, lag) : max(0, min(length, length + lag))]
+            errors = np.minimum(np.abs(ours - theirs), RESIDUAL_CLIP)
+            errors = errors if all_usable else errors[~np.isnan(errors)]
+            if len(errors):
+                found[lag] = float(np.add.reduce(errors)) / len(errors)
+        return found

@@ -4,18 +4,22 @@ Made from logits where somebody gives them, a window at a time, and small enough
 segments is judged by. Decides nothing.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from rlbatch.alignment.evidence import Evidence
-from rlbatch.alignment.families import FAMILIES, Seen
+from rlbatch.alignment.families import FAMILIES
 from rlbatch.alignment.limits import LOOK_ELEMENTS
 from rlbatch.alignment.logits import WINDOW_TOKENS, require_same_rows
+from rlbatch.alignment.seen import Seen
 from rlbatch.errors import Where
+from rlbatch_kernels import token_logprobs
 
 Values = NDArray[np.float64]
 
@@ -28,8 +32,8 @@ class Exhibit:
     divisor: float
     offset: NDArray[np.int64]
     """[n] which token of its turn each is."""
-    sequence: NDArray[np.int64]
-    """[n] index of its sequence in the pack; -1 where the batch is not packed."""
+    index: int
+    """Of its sequence in the pack; -1 where the batch is not packed."""
     inference: Values
     """[n] nats."""
     trainer: Values
@@ -49,8 +53,24 @@ class Exhibit:
         return self.trainer if self.again is None else self.again
 
 
-def exhibit_of(evidence: Evidence, *, max_tokens: int) -> Exhibit | None:
+Window: TypeAlias = tuple[Exhibit | None, int]
+"""The exhibit of one window, None without a usable token; and the vocabulary's size, 0 without logits."""
+
+
+def exhibit_of(
+    evidence: Evidence,
+    *,
+    max_tokens: int,
+    is_enough: Callable[[Exhibit], bool] = lambda _: False,
+    is_kept: bool = False,
+) -> Exhibit | None:
     """The first `max_tokens` of the evidence, or as many as the vocabulary allows; None where none is usable.
+
+    Args:
+        evidence: of one segment.
+        max_tokens: to look at.
+        is_enough: asked of what there is before a further window is looked at.
+        is_kept: the caller keeps the exhibit, so that the evidence may hold it too.
 
     Raises:
         AlignmentError: `batch-mismatch`, where the logits asked for are not those of the segment.
@@ -58,10 +78,15 @@ def exhibit_of(evidence: Evidence, *, max_tokens: int) -> Exhibit | None:
     parts: list[Exhibit] = []
     stop = min(len(evidence.trained), max_tokens)
     for start in range(0, stop, WINDOW_TOKENS):
-        part = evidence.part(start, min(start + WINDOW_TOKENS, stop))
-        made, vocab_size = _window(part, start)
+        span = (start, min(start + WINDOW_TOKENS, stop))
+        window = evidence.windows.get(span) or _window(evidence.part(*span), start)
+        if is_kept:
+            evidence.windows[span] = window
+        made, vocab_size = window
         parts += [made] if made is not None else []
         if (start + WINDOW_TOKENS) * vocab_size > LOOK_ELEMENTS:
+            break
+        if start + WINDOW_TOKENS < stop and parts and is_enough(joined(parts)):
             break
     if not parts:
         return None
@@ -72,7 +97,7 @@ def exhibit_of(evidence: Evidence, *, max_tokens: int) -> Exhibit | None:
 
 
 def joined(parts: Sequence[Exhibit]) -> Exhibit:
-    """All tokens of several, in order, at the place of the first."""
+    """All tokens of several, in order, at the place and the index of the first."""
     first = parts[0]
 
     def column(name: str) -> Values | None:
@@ -83,7 +108,7 @@ def joined(parts: Sequence[Exhibit]) -> Exhibit:
         place=first.place,
         divisor=first.divisor,
         offset=np.concatenate([part.offset for part in parts]),
-        sequence=np.concatenate([part.sequence for part in parts]),
+        index=first.index,
         inference=np.concatenate([part.inference for part in parts]),
         trainer=np.concatenate([part.trainer for part in parts]),
         again=column("again"),
@@ -98,21 +123,17 @@ def joined(parts: Sequence[Exhibit]) -> Exhibit:
     )
 
 
-def _window(part: Evidence, start: int) -> tuple[Exhibit | None, int]:
-    """The exhibit of one window, and the size of the vocabulary (0 without logits)."""
+def _window(part: Evidence, start: int) -> Window:
     usable = part.usable
     if not usable.any():
         return None, 0
     logits = None if part.ask is None else part.ask(0, len(part.trained))
     again = own = target = None
     if logits is not None:
-        divided = logits / part.divisor
-        ids = torch.from_numpy(part.ids)[:, None]
-        normaliser = torch.logsumexp(divided, dim=1)
-        target = divided.gather(1, ids)[:, 0].double().numpy()
-        again = target - normaliser.double().numpy()
-        own = np.full(len(target), np.nan)
-        own[:-1] = (divided[1:].gather(1, ids[:-1])[:, 0] - normaliser[1:]).double().numpy()
+        ids = torch.from_numpy(part.ids)
+        again = _logprobs(logits, ids, part.divisor)
+        target = logits.gather(1, ids[:, None])[:, 0].double().numpy() / part.divisor
+        own = np.append(_logprobs(logits[1:], ids[:-1], part.divisor), np.nan)
     stated = np.where(usable, part.trainer, 0.0) if again is None else again
     first = part.first_token
     seen = Seen(
@@ -131,7 +152,7 @@ def _window(part: Evidence, start: int) -> tuple[Exhibit | None, int]:
         place=part.place,
         divisor=part.divisor,
         offset=start + np.flatnonzero(usable),
-        sequence=np.full(int(usable.sum()), part.context.index if part.context.is_packed else -1),
+        index=part.context.index if part.context.is_packed else -1,
         inference=part.inference[usable],
         trainer=part.trainer[usable],
         again=None if again is None else again[usable],
@@ -139,3 +160,10 @@ def _window(part: Evidence, start: int) -> tuple[Exhibit | None, int]:
         target_logits=None if target is None else target[usable],
         predictions=predictions,
     ), 0 if logits is None else int(logits.shape[1])
+
+
+def _logprobs(logits: Tensor, ids: Tensor, divisor: float) -> Values:
+    """[n] nats, of ids under the logits [n, V] over the divisor."""
+    trained = torch.ones(len(ids), dtype=torch.bool)
+    logprobs: Values = token_logprobs(logits, ids, temperature=divisor, mask=trained).double().numpy()
+    return logprobs

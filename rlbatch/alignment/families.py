@@ -6,31 +6,14 @@ under each. Nothing is decided here.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
+
+from rlbatch.alignment.seen import MOST_KEPT, Known, Seen
 
 Values = NDArray[np.float64]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Seen:
-    """What the trainer says of n neighbouring tokens of one turn."""
-
-    stated: Values
-    """[n] nats at the stated temperature."""
-    divisor: float
-    """The stated temperature."""
-    ids: NDArray[np.int64]
-    """[n] the tokens."""
-    logits: Tensor | None = None
-    """[n, V] float32, not divided; None where nobody can be asked."""
-    before: NDArray[np.int64]
-    """[m] tokens of the sequence that come before, prompt included."""
-    num_sampled_before: int
-    """How many of the last of them the same turn sampled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -51,15 +34,11 @@ class Family:
 
 def _logprobs_at(seen: Seen, divisors: Values) -> Values:
     """[n, P] logprobs of the tokens with logits divided by each of the divisors."""
-    logits = _logits(seen)
     # The normaliser is smooth in the logarithm of the divisor: few nodes and a polynomial give them all.
     nodes = _chebyshev(np.log(divisors.min()), np.log(divisors.max()))
-    at_nodes = torch.stack(
-        [torch.logsumexp(logits / float(np.exp(node)), dim=1) * float(np.exp(node)) for node in nodes], dim=1
-    )
-    normalisers = at_nodes.double().numpy() @ _interpolation(nodes, np.log(divisors))
-    target = _target(seen, logits)[:, None]
-    predicted: Values = (target - normalisers) / divisors
+    at_nodes = seen.normalisers(np.exp(nodes)) * np.exp(nodes)
+    normalisers = at_nodes @ _interpolation(nodes, np.log(divisors))
+    predicted: Values = (seen.target[:, None] - normalisers) / divisors
     return predicted
 
 
@@ -68,9 +47,7 @@ def _temperature(seen: Seen, ratios: Values) -> Values:
 
 
 def _divided(seen: Seen, divisors: Values) -> Values:
-    logits = _logits(seen)
-    at_one = _target(seen, logits) - torch.logsumexp(logits, dim=1).double().numpy()
-    predicted: Values = at_one[:, None] / divisors
+    predicted: Values = seen.at_one[:, None] / divisors
     return predicted
 
 
@@ -85,21 +62,21 @@ def _negated(seen: Seen, signs: Values) -> Values:
 
 
 def _top_k(seen: Seen, sizes: Values) -> Values:
-    _, mass = _kept(seen)
+    _, mass = seen.kept
     last = np.minimum(sizes.astype(int), mass.shape[1]) - 1
     return _renormalised(seen, mass[:, last])
 
 
 def _top_p(seen: Seen, shares: Values) -> Values:
-    _, mass = _kept(seen)
+    _, mass = seen.kept
     # The token that crosses the share is kept too.
-    sizes = np.stack([(mass < share).sum(axis=1) for share in shares], axis=1)
+    sizes = np.stack([np.searchsorted(row, shares) for row in mass])
     return _renormalised(seen, np.take_along_axis(mass, np.minimum(sizes, mass.shape[1] - 1), axis=1))
 
 
 def _min_p(seen: Seen, shares: Values) -> Values:
-    chances, mass = _kept(seen)
-    sizes = np.stack([(chances >= share * chances[:, :1]).sum(axis=1) for share in shares], axis=1)
+    chances, mass = seen.kept
+    sizes = np.stack([np.searchsorted(-row, -shares * row[0], side="right") for row in chances])
     return _renormalised(seen, np.take_along_axis(mass, np.maximum(sizes, 1) - 1, axis=1))
 
 
@@ -108,81 +85,96 @@ def _renormalised(seen: Seen, mass: Values) -> Values:
     return predicted
 
 
-MOST_KEPT = 1024
-"""Largest kept set that is told from the whole vocabulary."""
-
-
-def _kept(seen: Seen) -> tuple[Values, Values]:
-    """[n, K] probabilities from the largest down, and the mass of the first so many."""
-    chances = torch.softmax(_logits(seen) / seen.divisor, dim=1)
-    top = chances.topk(min(MOST_KEPT, chances.shape[1]), dim=1).values.double().numpy()
-    return top, np.minimum(np.cumsum(top, axis=1), 1.0)
-
-
 def _repetition(seen: Seen, sizes: Values) -> Values:
-    return _penalised(seen, sizes, _counts(seen, whole=True), "divide")
+    known = seen.known
+    is_held = known.in_sequence > 0
+    rest = known.rest(is_held)
+    own, own_is_held = known.own(known.logits), known.own(is_held) > 0
+    # A logit above 0 is divided by the size, one below is multiplied.
+    above = _Held.of(known, is_held & (known.logits >= 0))
+    below = _Held.of(known, is_held & (known.logits < 0))
+    predicted = np.empty((len(rest), len(sizes)))
+    for at, size in enumerate(sizes):
+        lifted = above.mass(1 / size) + below.mass(size)
+        held = np.where(own_is_held, np.maximum(own, 0) / size + np.minimum(own, 0) * size, own)
+        predicted[:, at] = held - known.whole - np.log(rest + lifted)
+    return predicted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Held:
+    """Some of the known ids of each token, of which the logits are multiplied."""
+
+    logits: Values
+    """[N], token by token."""
+    whole: Values
+    """[N] the normaliser of the token."""
+    tokens: NDArray[np.intp]
+    """[M] the tokens that have any."""
+    starts: NDArray[np.intp]
+    """[M] where theirs begin."""
+    num_tokens: int
+    room: Values
+    """[N] to compute in."""
+
+    @classmethod
+    def of(cls, known: Known, chosen: NDArray[np.bool_]) -> Self:
+        rows, columns = np.nonzero(chosen)
+        starts = np.flatnonzero(np.diff(rows, prepend=-1))
+        return cls(
+            logits=known.logits[rows, columns],
+            whole=known.whole[rows],
+            tokens=rows[starts],
+            starts=starts,
+            num_tokens=len(chosen),
+            room=np.empty(len(rows)),
+        )
+
+    def mass(self, factor: float) -> Values:
+        """[n] what their probabilities sum to, with the logits times this."""
+        np.multiply(self.logits, factor, out=self.room)
+        np.subtract(self.room, self.whole, out=self.room)
+        np.exp(self.room, out=self.room)
+        mass = np.zeros(self.num_tokens)
+        if len(self.starts):
+            mass[self.tokens] = np.add.reduceat(self.room, self.starts)
+        return mass
 
 
 def _presence(seen: Seen, sizes: Values) -> Values:
-    return _penalised(seen, sizes, np.minimum(_counts(seen, whole=False), 1), "subtract")
+    return _less(seen, sizes, np.minimum(seen.known.in_completion, 1))
 
 
 def _frequency(seen: Seen, sizes: Values) -> Values:
-    return _penalised(seen, sizes, _counts(seen, whole=False), "subtract")
+    return _less(seen, sizes, seen.known.in_completion)
 
 
-def _known(seen: Seen) -> NDArray[np.int64]:
-    known: NDArray[np.int64] = np.unique(np.concatenate([seen.before, seen.ids]))
-    return known
-
-
-def _counts(seen: Seen, *, whole: bool) -> Values:
-    """[n, U] how often each known id came before each token: in the sequence, or in the completion so far."""
-    first = 0 if whole else len(seen.before) - seen.num_sampled_before
-    sequence = np.concatenate([seen.before[first:], seen.ids])
-    hits = (sequence[:, None] == _known(seen)).astype(np.float64)
-    counts: Values = np.cumsum(hits, axis=0) - hits
-    return counts[len(sequence) - len(seen.ids) :]
-
-
-def _penalised(seen: Seen, sizes: Values, counts: Values, how: str) -> Values:
-    """[n, P] logprobs where known ids are held down: their logits divided by, or less, the size."""
-    logits = _logits(seen)
-    whole = torch.logsumexp(logits / seen.divisor, dim=1).double().numpy()
-    known = _known(seen)
-    column = np.searchsorted(known, seen.ids)
-    mine = logits[:, torch.from_numpy(known)].double().numpy()
-    rows = np.arange(len(seen.ids))
-    chances = np.where(counts > 0, np.exp(mine / seen.divisor - whole[:, None]), 0.0)
-    rest = np.maximum(1 - chances.sum(axis=1), 1e-9)
-    predicted = np.empty((len(seen.ids), len(sizes)))
-    for at, size in enumerate(sizes):
-        divided = np.where(mine > 0, mine / size, mine * size)
-        held = np.where(counts > 0, divided, mine) if how == "divide" else mine - size * counts
-        lifted = np.where(counts > 0, np.exp(held / seen.divisor - whole[:, None]), 0.0).sum(axis=1)
-        predicted[:, at] = held[rows, column] / seen.divisor - whole - np.log(rest + lifted)
+def _less(seen: Seen, sizes: Values, counts: NDArray[np.int64]) -> Values:
+    """[n, P] logprobs where each known id's logit is less, by the size, as often as it is counted."""
+    known = seen.known
+    # Ids of one count move together: their mass is summed first.
+    most = int(counts.max(initial=0))
+    mass = (
+        np.stack([(known.chances * (counts == count)).sum(axis=1) for count in range(1, most + 1)], axis=1)
+        if most
+        else np.zeros((len(counts), 0))
+    )
+    steps = sizes / seen.divisor
+    lifted = mass @ np.exp(-np.arange(1, most + 1)[:, None] * steps)
+    held = known.own(known.logits)[:, None] - known.own(counts)[:, None] * steps
+    predicted: Values = held - known.whole[:, None] - np.log(known.rest(counts > 0)[:, None] + lifted)
     return predicted
 
 
 def _largest(seen: Seen, _: Values) -> Values:
-    logits = _logits(seen) / seen.divisor
-    return (logits.max(dim=1).values - torch.logsumexp(logits, dim=1)).double().numpy()[:, None]
-
-
-def _plain_logits(seen: Seen, _: Values) -> Values:
-    predicted: Values = _target(seen, _logits(seen))[:, None] / seen.divisor
+    best = seen.given_logits.amax(dim=1).double().numpy() / seen.divisor
+    predicted: Values = (best - seen.whole)[:, None]
     return predicted
 
 
-def _logits(seen: Seen) -> Tensor:
-    if seen.logits is None:
-        raise ValueError("this family needs logits")
-    return seen.logits
-
-
-def _target(seen: Seen, logits: Tensor) -> Values:
-    values: Values = logits.gather(1, torch.from_numpy(seen.ids)[:, None])[:, 0].double().numpy()
-    return values
+def _plain_logits(seen: Seen, _: Values) -> Values:
+    predicted: Values = seen.target[:, None] / seen.divisor
+    return predicted
 
 
 _NUM_NODES = 14

@@ -62,17 +62,34 @@ class _Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Alignment:
-    """One batch that lines up, or will have been refused by `verify`. Finite everywhere."""
+    """One batch that lines up, or will have been refused by `verify`. Finite everywhere.
 
-    log_ratio: Tensor
-    """[B, T] trainer - inference, nats; 0 where nothing was compared. Gradient reaches the trainer."""
-    ratio: Tensor
-    """[B, T] exp of it; 1 where nothing was compared."""
-    inference_kld: Tensor
-    """[B, T] ratio - 1 - log_ratio, >= 0, nats; 0 where nothing was compared."""
-    compared: Tensor
-    """[B, T] bool: trained, finite on both sides, of comparable provenance."""
+    The tensors are computed from the batch and the logprobs when one of them is first asked for, and kept:
+    a step that is judged before its passes with gradients does not pay for them.
+    """
+
+    _measured: Measured = field(repr=False)
     _step: _Step = field(repr=False)
+
+    @property
+    def log_ratio(self) -> Tensor:
+        """[B, T] trainer - inference, nats; 0 where nothing was compared. Gradient reaches the trainer."""
+        return self._measured.ratio.log_ratio
+
+    @property
+    def ratio(self) -> Tensor:
+        """[B, T] exp of it; 1 where nothing was compared."""
+        return self._measured.ratio.ratio
+
+    @property
+    def inference_kld(self) -> Tensor:
+        """[B, T] ratio - 1 - log_ratio, >= 0, nats; 0 where nothing was compared."""
+        return self._measured.ratio.inference_kld
+
+    @property
+    def compared(self) -> Tensor:
+        """[B, T] bool: trained, finite on both sides, of comparable provenance."""
+        return self._measured.compared
 
     def verify(self) -> None:
         """Wait for the verdict of the step: call it before `optimizer.step()` where `defer=True`.
@@ -178,16 +195,7 @@ def require_aligned(
     )
     if not defer:
         step.verify()
-    alignments = [
-        Alignment(
-            log_ratio=part.ratio.log_ratio,
-            ratio=part.ratio.ratio,
-            inference_kld=part.ratio.inference_kld,
-            compared=part.compared,
-            _step=step,
-        )
-        for part in step.measured
-    ]
+    alignments = [Alignment(_measured=part, _step=step) for part in step.measured]
     return alignments[0] if isinstance(batch, Batch) else alignments
 
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from rlbatch.alignment.evidence import Evidence, Rows
 from rlbatch.alignment.hypotheses import EXACT, SINGLE, Hypothesis, first_found, off_from
-from rlbatch.alignment.hypotheses.passes import LEAK_FIRST_TOKENS, leak_by_index
+from rlbatch.alignment.hypotheses.passes import LEAK_FIRST_TOKENS, LEAK_LEAST, leak_by_index
 from rlbatch.alignment.hypotheses.places import shifted_by_rule
 from rlbatch.alignment.lags import whole_shift
 from rlbatch.alignment.limits import (
@@ -45,6 +45,7 @@ class Inquiry:
     """[G] versions."""
     logits_for: LogitsFor | None
     _scene: Scene | None = field(default=None)
+    _evidence: dict[int, Evidence] = field(default_factory=dict)
     _rows: Rows | None = field(default=None)
 
     def exact(self) -> dict[int, Finding]:
@@ -83,12 +84,14 @@ class Inquiry:
         """What there is on one segment."""
         if self._scene is None:
             self._scene = Scene.of(self.measured, self._floor(), self.logits_for)
-        return self._scene.evidence(
-            index,
-            self._everyone,
-            comparable=bool(self.comparable[index]),
-            current=bool(self.ages[index] == 0),
-        )
+        if index not in self._evidence:
+            self._evidence[index] = self._scene.evidence(
+                index,
+                self._everyone,
+                comparable=bool(self.comparable[index]),
+                current=bool(self.ages[index] == 0),
+            )
+        return self._evidence[index]
 
     def _everyone(self) -> Rows:
         if self._rows is None:
@@ -140,7 +143,10 @@ class Inquiry:
         batch = self.measured.batch
         if batch.layout != "packed" or not self.comparable.all():
             return told
-        owners = np.array([batch.refs.index(batch.ref_of(part)) for part in batch.host_segments], int)
+        all_tokens, all_off = (self.table[:, COLUMN[name]] for name in ("num_compared", "sum_abs_log_ratio"))
+        if (all_off < LEAK_LEAST * all_tokens).all():
+            return told
+        owners = np.array([batch.sequence_of(part) for part in batch.host_segments], int)
         count, total = (
             np.bincount(owners, weights=self.table[:, COLUMN[name]], minlength=len(batch.refs))
             for name in ("num_compared", "sum_abs_log_ratio")

@@ -3,19 +3,20 @@
 One `Judge` sees one step, or one file: limits apply to what it has seen together.
 """
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rlbatch.alignment.company import without_odd_names
 from rlbatch.alignment.drift import Drift, age_of, drift_findings, metrics
 from rlbatch.alignment.evidence import Evidence
-from rlbatch.alignment.exhibits import joined
-from rlbatch.alignment.hypotheses.passes import passes_differ
+from rlbatch.alignment.exhibits import Exhibit, exhibit_of
+from rlbatch.alignment.hypotheses.passes import passes_differ, passes_disagree
 from rlbatch.alignment.inquiry import Inquiry
 from rlbatch.alignment.kept_sets import outside, outside_finding
-from rlbatch.alignment.limits import Limits
+from rlbatch.alignment.limits import LOOK_TURN_TOKENS, Limits
 from rlbatch.alignment.logits import LogitsFor
 from rlbatch.alignment.measure import COLUMN, Measured
 from rlbatch.alignment.pools import Pool
@@ -72,7 +73,9 @@ class Judge:
         """
         batch, table = measured.batch, measured.table()
         self._count(measured, table)
-        comparable = np.array([item.comparable(batch.purpose) for item in batch.provenances], bool)
+        comparable = np.zeros(len(table), bool)
+        for provenance, mine in measured.by_provenance:
+            comparable[mine] = provenance.comparable(batch.purpose)
         ages = np.array(
             [age_of(version, self.trainer_version) for version in batch.segment_versions], np.int64
         )
@@ -82,6 +85,8 @@ class Judge:
         told = inquiry.exact()
         looked = self._look(inquiry, set(told))
         single = inquiry.single([*told, *looked])
+        named = without_odd_names(told | looked | single)
+        told, single = ({at: named[at] for at in each} for each in (told, single))
         self.findings += told.values()
         explained = np.zeros(len(table), bool)
         errors = [at for at, found in (told | single).items() if found.severity == "error"]
@@ -98,7 +103,7 @@ class Judge:
         for at, found in single.items():
             self._pool_of(batch.provenances[at]).findings.append(found)
         self.num_excluded_segments += int((~kept).sum())
-        for provenance, mine in _by_provenance(batch):
+        for provenance, mine in measured.by_provenance:
             pool = self._pool_of(provenance)
             pool.drift.add_rows(table[mine & kept], ages[mine & kept])
             pool.num_segments += int((mine & kept).sum())
@@ -151,24 +156,25 @@ class Judge:
     def _pool_of(self, provenance: Provenance) -> Pool:
         return self.pools.setdefault(provenance, Pool())
 
-    def _look(self, inquiry: Inquiry, told: set[int]) -> list[int]:
-        """Let every pool look at its segments; those of pools that something explains as a whole."""
-        explained: list[int] = []
+    def _look(self, inquiry: Inquiry, told: set[int]) -> dict[int, Finding]:
+        """Let every pool look at its segments; the causes of those of pools that one explains as a whole."""
+        explained: dict[int, Finding] = {}
         left = inquiry.comparable.copy()
         left[list(told)] = False
-        for provenance, mine in _by_provenance(inquiry.measured.batch):
+        for provenance, mine in inquiry.measured.by_provenance:
             pool = self._pool_of(provenance)
             pool.look(inquiry, mine & left & (inquiry.ages == 0))
-        self._compare_passes()
-        for provenance, mine in _by_provenance(inquiry.measured.batch):
-            if self._pool_of(provenance).cause is not None:
-                explained += np.flatnonzero(mine & left).tolist()
+        self._compare_passes(inquiry)
+        for provenance, mine in inquiry.measured.by_provenance:
+            cause = self._pool_of(provenance).cause
+            if cause is not None:
+                explained |= dict.fromkeys(np.flatnonzero(mine & left).tolist(), cause)
         return explained
 
-    def _compare_passes(self) -> None:
+    def _compare_passes(self, inquiry: Inquiry) -> None:
         """A trainer that does not agree with itself is no matter of provenance: it is told of all pools."""
-        exhibits = [each for pool in self.pools.values() for each in pool.exhibits if each.again is not None]
-        told = passes_differ(joined(exhibits), where=exhibits[-1].place) if exhibits else None
+        exhibits = [each for pool in self.pools.values() for each in pool.exhibits]
+        told = passes_differ([*_of_first_sequence(inquiry, exhibits), *exhibits])
         for pool in self.pools.values():
             if told is not None and pool.exhibits and pool.cause is None:
                 pool.cause = told
@@ -181,13 +187,18 @@ class Judge:
             self.pools[evidence.provenance].drift.add_outside(age, int(outside(evidence).sum()))
 
 
-def _by_provenance(batch: Batch) -> Iterator[tuple[Provenance, NDArray[np.bool_]]]:
-    """Each provenance of the batch with its segments [G]."""
-    distinct = dict.fromkeys(batch.provenances)
-    keys = {provenance: key for key, provenance in enumerate(distinct)}
-    owner = np.array([keys[provenance] for provenance in batch.provenances], np.int64)
-    for provenance, key in keys.items():
-        yield provenance, owner == key
+def _of_first_sequence(inquiry: Inquiry, exhibits: Sequence[Exhibit]) -> list[Exhibit]:
+    """What nothing before it in the pack can have spoilt, where all that was looked at comes later."""
+    if any(each.index <= 0 for each in exhibits) or not passes_disagree(exhibits):
+        return []
+    batch = inquiry.measured.batch
+    first = [at for at, part in enumerate(batch.host_segments) if batch.ref_of(part) is batch.refs[0]]
+    looked = [
+        exhibit_of(inquiry.evidence(at), max_tokens=LOOK_TURN_TOKENS)
+        for at in first
+        if inquiry.comparable[at]
+    ]
+    return [each for each in looked if each is not None]
 
 
 DOUBTS = ("unexplained", "kld-high")

@@ -159,6 +159,9 @@ LOOK_ELEMENTS = 2**27
 LOOK_TURN_TOKENS = 256
 """Of them from one turn at most, so that many turns are heard."""
 
+COMPANY_MIN, COMPANY_SHARE = 3, 0.25
+"""Segments that share a cause, from which another one must be told of more than this share of them."""
+
 PEERS_MIN = 5
 """Segments from which what is usual among them can be said."""
 PEERS_MIN_TOKENS = 8
@@ -190,6 +193,11 @@ DIVISOR_NEAR_ONE, DIVISOR_COST = 0.12, 0.15
 """A divisor this near 1 says temperature 1, less what noise takes from the trainer; and its cost in gain.
 
 Planted temperatures at a KLD of 0.028: a divisor of 1.05 then gains 2 % more than the true temperature 1.
+"""
+FAMILY_HOPELESS_SHARE = 0.75
+"""Share of the differences in the first tokens of a turn that every family leaves where none will explain it.
+
+Rows of other tokens, and rows with zeros in them, leave 0.84 and more; what explains a turn leaves 0.6.
 """
 FAMILY_SLOPE, FAMILY_SLOPE_ERRORS, FAMILY_SLOPE_MOST = 0.05, 3.0, 0.35
 """Differences over those predicted are 1 where it holds, within 0.05 and three standard errors."""

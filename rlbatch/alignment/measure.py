@@ -3,8 +3,8 @@
 Nothing here decides anything, and nothing waits for the device but `Measured.windows`.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -16,34 +16,53 @@ from rlbatch.alignment.limits import WINDOW
 from rlbatch.batch import Batch
 from rlbatch.catalogue import finding
 from rlbatch.errors import AlignmentError
-from rlbatch.records import Segment
+from rlbatch.records import Provenance
 from rlbatch_kernels import STAT_COLUMNS, PolicyRatio, alignment_stats, policy_ratio
 
 COLUMN = {name: index for index, name in enumerate(STAT_COLUMNS)}
 _MAXIMA = [COLUMN[name] for name in STAT_COLUMNS if name.startswith("max_")]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Measured:
-    """What one batch says, before anybody judges it."""
+    """What one batch says, before anybody judges it. Ratios are computed when they are first asked for."""
 
     batch: Batch
     trainer_logprobs: Tensor
     """[B, T] float32 or float64, detached."""
-    ratio: PolicyRatio
-    """[B, T] each; gradient reaches the trainer."""
-    compared: Tensor
-    """[B, T] bool: trained, finite on both sides, of comparable provenance."""
     first_window: NDArray[np.int64]
     """[G] which window begins each segment."""
-    _host: Tensor
-    """[W * stats + 1] float64 on its way to the host: the table, then the count of trained positions."""
+    _attached: Tensor
+    """The same with the gradient's way back."""
+    _is_grad_enabled: bool
+    """Whether gradients were recorded when the batch was measured."""
+    _windows: Tensor
+    """[W, stats] float64, on the host or on its way there."""
+    _num_trained: Tensor
+    """[] the same of the count of trained positions."""
     _copied: "torch.cuda.Event | None" = field(default=None)
+
+    @cached_property
+    def compared(self) -> Tensor:
+        """[B, T] bool: trained, finite on both sides, of comparable provenance."""
+        batch = self.batch
+        finite = torch.isfinite(self.trainer_logprobs) & torch.isfinite(batch.inference_logprobs)
+        compared = batch.loss_mask & finite
+        if not all(provenance.comparable(batch.purpose) for provenance, _ in self.by_provenance):
+            compared &= _comparable(batch).to(compared.device)
+        return compared
+
+    @cached_property
+    def ratio(self) -> PolicyRatio:
+        """[B, T] each; gradient reaches the trainer."""
+        with torch.set_grad_enabled(self._is_grad_enabled):
+            return policy_ratio(self._attached, self.batch.inference_logprobs, self.compared)
 
     def windows(self) -> NDArray[np.float64]:
         """[W, stats], a row for each `WINDOW` tokens of a segment; waits where the copy has not arrived."""
-        table: NDArray[np.float64] = rearrange(self._arrived()[:-1], "(w s) -> w s", s=len(STAT_COLUMNS))
-        return table
+        self._arrived()
+        windows: NDArray[np.float64] = self._windows.numpy()
+        return windows
 
     def table(self) -> NDArray[np.float64]:
         """[G, stats], a row a segment."""
@@ -56,12 +75,23 @@ class Measured:
 
     def num_trained(self) -> int:
         """Positions that `loss_mask` trains, inside segments or not."""
-        return int(self._arrived()[-1])
+        self._arrived()
+        return int(self._num_trained)
 
-    def _arrived(self) -> NDArray[np.float64]:
+    def _arrived(self) -> None:
         if self._copied is not None:
             self._copied.synchronize()
-        return self._host.numpy()
+
+    @cached_property
+    def by_provenance(self) -> tuple[tuple[Provenance, NDArray[np.bool_]], ...]:
+        """Each provenance of the batch with its segments [G]."""
+        provenances = self.batch.provenances
+        # Objects first, which are few and cost nothing to compare; then those that are equal.
+        objects = {id(provenance): provenance for provenance in provenances}
+        keys = {provenance: key for key, provenance in enumerate(dict.fromkeys(objects.values()))}
+        key_of = {name: keys[provenance] for name, provenance in objects.items()}
+        owner = np.array([key_of[id(provenance)] for provenance in provenances], np.int64)
+        return tuple((provenance, owner == key) for provenance, key in keys.items())
 
 
 def measure(batch: Batch, trainer_logprobs: Tensor) -> Measured:
@@ -76,35 +106,32 @@ def measure(batch: Batch, trainer_logprobs: Tensor) -> Measured:
     """
     _check(batch, trainer_logprobs)
     detached = trainer_logprobs.detach()
-    inference = batch.inference_logprobs
-    windows, first_window = _windows(batch.host_segments)
-    table = alignment_stats(detached, inference, batch.loss_mask, windows)
-    trained = batch.loss_mask.sum().to(torch.float64).reshape(1)
-    host, copied = _to_host(torch.cat([rearrange(table, "w s -> (w s)"), trained]))
-    compared = batch.loss_mask & torch.isfinite(detached) & torch.isfinite(inference)
-    if not all(provenance.comparable(batch.purpose) for provenance in batch.provenances):
-        compared &= _comparable(batch).to(compared.device)
+    windows, first_window = _windows(batch)
+    table = alignment_stats(detached, batch.inference_logprobs, batch.loss_mask, windows)
+    on_host, num_trained, copied = _to_host(table, torch.count_nonzero(batch.loss_mask))
     return Measured(
         batch=batch,
         trainer_logprobs=detached,
-        ratio=policy_ratio(trainer_logprobs, inference, compared),
-        compared=compared,
         first_window=first_window,
-        _host=host,
+        _attached=trainer_logprobs,
+        _is_grad_enabled=torch.is_grad_enabled(),
+        _windows=on_host,
+        _num_trained=num_trained,
         _copied=copied,
     )
 
 
-def _windows(segments: Sequence[Segment]) -> tuple[Tensor, NDArray[np.int64]]:
+def _windows(batch: Batch) -> tuple[Tensor, NDArray[np.int64]]:
     """[W, 4] int32 pieces of at most `WINDOW` positions, and the first piece of each segment [G]."""
-    rows: list[tuple[int, int, int, int]] = []
-    first: list[int] = []
-    for part in segments:
-        first.append(len(rows))
-        starts = range(part.start, part.stop, WINDOW)
-        rows += [(part.row, at, min(at + WINDOW, part.stop), part.turn) for at in starts]
-    table = torch.tensor(rows, dtype=torch.int32) if rows else torch.empty(0, 4, dtype=torch.int32)
-    return table, np.array(first, np.int64)
+    on_host = batch.segments.device.type == "cpu"
+    segments = batch.segments.numpy() if on_host else np.array(batch.host_segments, np.int32).reshape(-1, 4)
+    start, stop = segments[:, 1], segments[:, 2]
+    num_windows = -(-(stop - start) // WINDOW)
+    first = np.cumsum(num_windows, dtype=np.int64) - num_windows
+    windows = np.repeat(segments, num_windows, axis=0)
+    windows[:, 1] += WINDOW * (np.arange(len(windows)) - np.repeat(first, num_windows)).astype(np.int32)
+    windows[:, 2] = np.minimum(windows[:, 1] + WINDOW, windows[:, 2])
+    return torch.from_numpy(windows), first
 
 
 def _check(batch: Batch, trainer_logprobs: object) -> None:
@@ -126,15 +153,16 @@ def _mismatch(expected: str, found: str) -> AlignmentError:
     return AlignmentError.of(finding("batch-mismatch", expected=expected, found=found))
 
 
-def _to_host(packed: Tensor) -> "tuple[Tensor, torch.cuda.Event | None]":
+def _to_host(table: Tensor, count: Tensor) -> "tuple[Tensor, Tensor, torch.cuda.Event | None]":
     """The one device-to-host copy; on CUDA it runs on and an event tells when it is done."""
-    if packed.device.type != "cuda":
-        return packed.cpu(), None
+    if table.device.type != "cuda":
+        return table.cpu(), count.cpu(), None
+    packed = torch.cat([rearrange(table, "w s -> (w s)"), count.to(table.dtype).reshape(1)])
     host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
     host.copy_(packed, non_blocking=True)
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record()
-    return host, event
+    return rearrange(host[:-1], "(w s) -> w s", s=table.shape[1]), host[-1], event
 
 
 def _comparable(batch: Batch) -> Tensor:

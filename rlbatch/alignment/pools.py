@@ -66,7 +66,9 @@ class Pool:
         before = self._num_looked_at
         for index in np.flatnonzero(mine).tolist():
             room = min(LOOK_TURN_TOKENS, LOOK_TOKENS - self._num_looked_at)
-            exhibit = exhibit_of(inquiry.evidence(index), max_tokens=room) if room > 0 else None
+            if room <= 0:
+                break
+            exhibit = exhibit_of(inquiry.evidence(index), max_tokens=room, is_kept=True)
             if exhibit is not None:
                 self.exhibits.append(exhibit)
                 self._num_looked_at += len(exhibit.inference)

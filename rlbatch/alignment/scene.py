@@ -86,9 +86,9 @@ class Scene:
 
     def _context(self, segment: Segment) -> Context:
         ref = self.batch.ref_of(segment)
-        index = self.batch.refs.index(ref)
+        index = self.batch.sequence_of(segment)
         _, stop = self.batch.tokens_of(segment)
-        own = [part for part in self.batch.host_segments if self.batch.ref_of(part) is ref]
+        own = [part for part in self.batch.host_segments if self.batch.sequence_of(part) == index]
         return Context(
             ids=self.input_ids[segment.row, ref.token_offset : ref.token_offset + stop],
             prompt_length=min(self.batch.tokens_of(part)[0] for part in own),

@@ -145,9 +145,13 @@ class Batch:
 
     def ref_of(self, segment: Segment) -> SampleRef:
         """The sample a segment belongs to."""
+        return self.refs[self.sequence_of(segment)]
+
+    def sequence_of(self, segment: Segment) -> int:
+        """Which sequence of the batch a segment is part of: the place of its sample in `refs`."""
         if self.layout == "padded":
-            return self.refs[segment.row]
-        return self.refs[bisect_right(self.refs, segment.start, key=lambda ref: ref.token_offset) - 1]
+            return segment.row
+        return bisect_right(self.refs, segment.start, key=lambda ref: ref.token_offset) - 1
 
     def tokens_of(self, segment: Segment) -> tuple[int, int]:
         """The segment's half-open span in its sample's own `token_ids`: position t predicts token t + 1."""

@@ -68,7 +68,10 @@ def show_drill(tally: Tally, *, as_json: bool) -> None:
         console = Console(width=PLAIN_WIDTH)
     console.print(_table(tally))
     if tally.no_place:
-        typer.echo(f"\nno place in these rollouts for: {', '.join(tally.no_place)}")
+        typer.echo(
+            f"\nnot tried, for no rollout of these could carry it: {', '.join(tally.no_place)}\n"
+            "(too short, too certain, or all of one length: drill with more rollouts)"
+        )
     typer.echo(
         f"\n{tally.planted} faults planted: {tally.named} named, {tally.wrong} named wrongly, "
         f"{tally.unexplained} seen but not explained, {tally.missed} missed; "

@@ -2,6 +2,7 @@
 
 import zlib
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -35,6 +36,8 @@ ROWS_A_CASE = 8
 """Rows of a batch one of which is spoilt: the others show what is normal."""
 DRIFT_TOKENS = 1500
 """Sampled tokens of a case of an aggregate, which says nothing of a thousand or fewer."""
+ATTEMPTS = 16
+"""Draws of rows and places before the rollouts are said to offer no place for a fault."""
 GROUP_SIZE = 2
 RUN = SetUp(trainer_version=TRAINER_VERSION, max_version_lag=4, group_size=GROUP_SIZE)
 """What is said of the run where a fault is one against the run."""
@@ -65,7 +68,7 @@ def the_faults() -> tuple[AnyFault, ...]:
 
 
 def one_case(fault: AnyFault, case: int, pool: Pool, scores: Scores, options: DrillOptions) -> Drilled | None:
-    """Plant one fault and judge; None where the rows drawn offer no place for it.
+    """Plant one fault and judge; None where the rollouts offer no place for it.
 
     Args:
         fault: what to plant.
@@ -78,14 +81,15 @@ def one_case(fault: AnyFault, case: int, pool: Pool, scores: Scores, options: Dr
         RecordError: the spoilt rows cannot be collated; ScoringError: or not scored.
     """
     rng = np.random.default_rng([options.seed, case, zlib.crc32(fault.code.encode())])
-    try:
-        if isinstance(fault, LayoutFault):
-            return layout_case(fault, _few(pool.able, rng), rng, share=_share(case))
-        if isinstance(fault, SetFault) or (isinstance(fault, Fault) and fault.code in SET_FAULTS):
-            return _set_case(fault, case, pool, scores, rng)
-        return _row_case(fault, case, pool, scores, rng, options)
-    except NoPlaceError:
-        return None
+    for _ in range(ATTEMPTS):
+        # Rows that cannot carry the fault, as short ones a shift, are drawn again.
+        with suppress(NoPlaceError):
+            if isinstance(fault, LayoutFault):
+                return layout_case(fault, _few(pool.any_length, rng), rng, share=_share(case))
+            if isinstance(fault, SetFault) or (isinstance(fault, Fault) and fault.code in SET_FAULTS):
+                return _set_case(fault, case, pool, scores, rng)
+            return _row_case(fault, case, pool, scores, rng, options)
+    return None
 
 
 def _row_case(
@@ -102,7 +106,11 @@ def _row_case(
     num_tokens = options.pooled_tokens
     if CATALOGUE[fault.code].level == "drift":
         num_tokens = max(num_tokens, DRIFT_TOKENS)
-    rows = _few(pool.able, rng) if as_one_batch else _some(pool.alike, rng, num_tokens)
+    if CATALOGUE[fault.code].level == "sound":
+        # It shows without a trainer, in rows of any length.
+        rows = _few(pool.any_length, rng)
+    else:
+        rows = _few(pool.able, rng) if as_one_batch else _some(pool.alike, rng, num_tokens)
     share = 1.0 if in_all else _share(case)
     planted: Sequence[Sample | Scored]
     if isinstance(fault, ModelFault):

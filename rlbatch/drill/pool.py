@@ -30,6 +30,12 @@ class Pool:
     alike: tuple[Sample, ...]
     """Those of `able` that were all sampled in one way: the largest such set."""
 
+    @property
+    def any_length(self) -> tuple[Sample, ...]:
+        """Rows of the logprobs mode of `able`, short and certain ones among them."""
+        modes = self.able[0].logprobs_modes
+        return tuple(sample for sample in self.samples if sample.logprobs_modes == modes)
+
 
 def load_pool(
     paths: Sequence[Path],

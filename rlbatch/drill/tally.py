@@ -14,8 +14,6 @@ NAMELESS = ("unexplained", "kld-high", "ratio-tail")
 UNEXPLAINED = "unexplained"
 MISSED = "(nothing)"
 
-SCHEMA = "rlbatch.drill/1"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Drilled:
@@ -96,17 +94,14 @@ class Tally:
         return self.planted > 0 and not (self.wrong or self.missed or self.false_alarms)
 
     def as_json(self) -> dict[str, Any]:
-        """The document of `rlbatch drill --format json`."""
+        """The document of `rlbatch drill --format json`; a fault that found no place has an empty row."""
         return {
-            "schema": SCHEMA,
             "planted": self.planted,
             "named": self.named,
             "wrong": self.wrong,
             "unexplained": self.unexplained,
             "missed": self.missed,
             "false_alarms": self.false_alarms,
-            "false_warnings": self.false_warnings,
-            "clean": self.num_clean,
-            "matrix": {code: dict(told) for code, told in self.matrix.items()},
-            "no_place": self.no_place,
+            "matrix": {code: dict(told) for code, told in self.matrix.items()}
+            | {code: {} for code in self.no_place},
         }

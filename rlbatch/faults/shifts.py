@@ -72,13 +72,30 @@ def _shifted_by_rule(samples: Sequence[Sample], rng: np.random.Generator) -> lis
     prompts = np.array([_first_sampled(sample) for sample in samples])
     lengths = np.array([len(sample) for sample in samples])
     rules = (prompts - prompts.min(), lengths.max() - lengths, np.arange(len(samples)))
-    lags = rules[int(rng.integers(len(rules)))] * int(rng.choice([-1, 1]))
-    return [_by(sample, int(lag)) for sample, lag in zip(samples, lags, strict=True)]
+    sign = int(rng.choice([-1, 1]))
+    for at in rng.permutation(len(rules)):
+        lags = (sign * rules[at]).tolist()
+        moved = [_sliced(sample, lag, rng) for sample, lag in zip(samples, lags, strict=True)]
+        # One row that is off follows any rule.
+        if sum(new is not old for new, old in zip(moved, samples, strict=True)) >= 2:
+            return moved
+    return list(samples)
 
 
-def _by(sample: Sample, lag: int) -> Sample:
-    # A row that is shorter than its lag has nothing left that could show it.
-    return shift(sample, lag) if lag and long_segments(sample, min_length=SHOWS_IN + abs(lag)) else sample
+def _sliced(sample: Sample, lag: int, rng: np.random.Generator) -> Sample:
+    """Logprobs moved by `lag`, with values of other tokens where the slice goes beyond the turn.
+
+    Prompt and mask stay what they are, so that the rule can be seen from them.
+    """
+    logprobs = sample.inference_logprobs.copy()
+    # A turn that is shorter than its lag has nothing left that could show it.
+    segments = long_segments(sample, min_length=SHOWS_IN + abs(lag)) if lag else []
+    for part in segments:
+        own = sample.inference_logprobs[part.start : part.stop]
+        beyond = rng.choice(own, abs(lag))
+        sliced = [*own[lag:], *beyond] if lag > 0 else [*beyond, *own[:lag]]
+        logprobs[part.start : part.stop] = sliced
+    return replace(sample, inference_logprobs=logprobs) if segments else sample
 
 
 def _rows_permuted(samples: Sequence[Sample], rng: np.random.Generator) -> list[Sample]:

@@ -8,9 +8,14 @@ from collections.abc import Callable
 import numpy as np
 
 from rlbatch.alignment.evidence import Evidence
-from rlbatch.alignment.exhibits import exhibit_of
-from rlbatch.alignment.hypotheses.distributions import distribution_finding, other_distribution
-from rlbatch.alignment.hypotheses.passes import trainer_fault
+from rlbatch.alignment.exhibits import Exhibit, exhibit_of
+from rlbatch.alignment.hypotheses.distributions import (
+    Winner,
+    distribution_finding,
+    is_hopeless,
+    other_distribution,
+)
+from rlbatch.alignment.hypotheses.passes import trainer_fault, untold_pass
 from rlbatch.alignment.hypotheses.places import rows_permuted, shifted, shifted_from
 from rlbatch.alignment.hypotheses.remainder import doubtful, unexplained
 from rlbatch.alignment.hypotheses.spans import span_cause
@@ -50,17 +55,34 @@ def another_distribution(evidence: Evidence) -> Finding | None:
     """The trainer's passes differ, or the values are of another distribution than the stated one."""
     if not evidence.comparable or not _is_off(evidence):
         return None
-    exhibit = exhibit_of(evidence, max_tokens=SUSPECT_TOKENS)
+
+    winners: dict[int, Winner | None] = {}
+
+    def winner_of(exhibit: Exhibit) -> Winner | None:
+        num_tokens = len(exhibit.inference)
+        if num_tokens not in winners:
+            winners[num_tokens] = None if is_hopeless(exhibit) else _winner(evidence, exhibit)
+        return winners[num_tokens]
+
+    exhibit = exhibit_of(
+        evidence,
+        max_tokens=SUSPECT_TOKENS,
+        is_enough=lambda seen: is_hopeless(seen) or winner_of(seen) is not None,
+    )
     if exhibit is None:
         return None
-    told = trainer_fault(exhibit, where=evidence.place)
+    told = trainer_fault(exhibit, where=evidence.place) or untold_pass(exhibit, where=evidence.place)
     if told is not None:
         return told
+    winner = winner_of(exhibit)
+    return None if winner is None else distribution_finding(winner, exhibit, where=evidence.place)
+
+
+def _winner(evidence: Evidence, exhibit: Exhibit) -> Winner | None:
     off = np.minimum(np.abs(exhibit.inference - exhibit.stated), RESIDUAL_CLIP).mean()
     # One turn is little to go by: what leaves nearly all of the differences explains none of them.
     most_left = min(evidence.most_left, FAMILY_SINGLE_SHARE * float(off))
-    winner = other_distribution(exhibit, most_left=most_left, current=evidence.current)
-    return None if winner is None else distribution_finding(winner, exhibit, where=evidence.place)
+    return other_distribution(exhibit, most_left=most_left, current=evidence.current)
 
 
 SUSPECT_TOKENS = LOOK_TOKENS // 8

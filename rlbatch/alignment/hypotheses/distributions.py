@@ -12,6 +12,7 @@ from rlbatch.alignment.families import FAMILIES, Family
 from rlbatch.alignment.limits import (
     DIVISOR_COST,
     DIVISOR_NEAR_ONE,
+    FAMILY_HOPELESS_SHARE,
     FAMILY_MARGIN_SHARE,
     FAMILY_MIN_GAIN,
     FAMILY_MIN_INFORMATIVE,
@@ -64,6 +65,17 @@ def other_distribution(exhibit: Exhibit, *, most_left: float, current: bool) -> 
     if not _is_exact(best):
         margin = max(margin, FAMILY_MARGIN_SHARE * best.fit.gain)
     return best if _worth(best) - max(rivals) >= margin else None
+
+
+def is_hopeless(exhibit: Exhibit) -> bool:
+    """Whether every family leaves nearly all of the differences, whatever its parameter."""
+    off = np.minimum(np.abs(exhibit.inference - exhibit.stated), RESIDUAL_CLIP).mean()
+    return all(
+        np.minimum(np.abs(exhibit.inference[:, None] - predicted), RESIDUAL_CLIP).mean(axis=0).min()
+        > FAMILY_HOPELESS_SHARE * off
+        for predicted in exhibit.predictions
+        if predicted is not None
+    )
 
 
 def _is_exact(each: Winner) -> bool:

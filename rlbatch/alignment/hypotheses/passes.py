@@ -31,28 +31,61 @@ def trainer_fault(exhibit: Exhibit, *, where: Where) -> Finding | None:
     return None
 
 
-def passes_differ(exhibit: Exhibit, *, where: Where) -> Finding | None:
-    """Two passes over many segments differ in no way of their own: by the place in the pack, or by chance."""
-    if exhibit.again is None or _mean(exhibit.trainer - exhibit.again) < AGAIN_MEAN:
+def untold_pass(exhibit: Exhibit, *, where: Where) -> Finding | None:
+    """The trainer's logits agree with the engine and its logprobs do not: the engine has no part in it."""
+    if exhibit.again is None:
         return None
-    told = (
-        f"{_mean(exhibit.trainer - exhibit.again):.3g} nats from the logprobs of its logits over "
-        f"{len(exhibit.trainer)} tokens"
+    apart, left = _mean(exhibit.trainer - exhibit.again), _mean(exhibit.inference - exhibit.again)
+    if apart < AGAIN_MEAN or left > LAG_ACCEPTED_SHARE * apart:
+        return None
+    return _told(
+        "unexplained",
+        where,
+        f"{apart:.3g} nats from the logprobs of its logits over {len(exhibit.trainer)} tokens, which are "
+        f"{left:.3g} from the engine's",
     )
-    errors = np.minimum(np.abs(exhibit.trainer - exhibit.again), RESIDUAL_CLIP)
-    first, later = exhibit.sequence == 0, exhibit.sequence > 0
-    if first.any() and later.any():
-        if errors[first].mean() < LAG_ACCEPTED_SHARE * errors[later].mean():
-            by_index = ", ".join(
-                f"{errors[exhibit.sequence == at].mean():.3g}" for at in np.unique(exhibit.sequence)[:6]
-            )
-            return _told("boundary-leak", where, f"{told}; by index in the pack {by_index}")
-        return _told("dropout-on", where, told) if errors.mean() < MOST_BY_CHANCE else None
-    if (exhibit.sequence >= 0).any():
+
+
+def passes_disagree(exhibits: Sequence[Exhibit]) -> bool:
+    """Whether the trainer's two passes over these segments are apart at all."""
+    apart = [each.trainer - each.again for each in exhibits if each.again is not None]
+    return bool(apart) and _mean(np.concatenate(apart)) >= AGAIN_MEAN
+
+
+def passes_differ(exhibits: Sequence[Exhibit]) -> Finding | None:
+    """Two passes over many segments differ in no way of their own: by the place in the pack, or by chance.
+
+    Args:
+        exhibits: of the step; those of a packed batch with some of its first sequence.
+    """
+    if not passes_disagree(exhibits):
         return None
-    return _told("dropout-on", where, told) if errors.mean() < MOST_BY_CHANCE else None
+    heard = [(each, each.trainer - each.again) for each in exhibits if each.again is not None]
+    apart = [_mean(differences) for _, differences in heard]
+    first = [value for (each, _), value in zip(heard, apart, strict=True) if each.index == 0]
+    later = [value for (each, _), value in zip(heard, apart, strict=True) if each.index > 0]
+    differences = np.concatenate([each for _, each in heard])
+    told = f"{_mean(differences):.3g} nats from the logprobs of its logits over {len(differences)} tokens"
+    where = heard[-1][0].place
+    spared = bool(first) and max(first) < LAG_ACCEPTED_SHARE * float(np.median(later or [0]))
+    if spared and len(later) >= LEAK_MIN_AGAIN and _most_differ(later):
+        by_index = ", ".join(f"{value:.3g}" for value in [max(first), *later[:5]])
+        return _told("boundary-leak", where, f"{told}; by index in the pack {by_index}")
+    # In a pack whose first sequence nobody looked at the two look alike.
+    if (later and not first) or not _most_differ(apart) or _mean(differences) >= MOST_BY_CHANCE:
+        return None
+    return _told("dropout-on", where, told)
 
 
+def _most_differ(apart: Sequence[float]) -> bool:
+    """Whether it is a fault of the whole pass: one row that is scored otherwise has a cause of its own."""
+    return sum(value >= AGAIN_MEAN / 4 for value in apart) >= MOST_SHARE * len(apart)
+
+
+MOST_SHARE = 0.6
+"""Of the segments, which must differ for the pass to be at fault and not some of them."""
+LEAK_MIN_AGAIN = 2
+"""Later segments of a pack that must differ while the first does not."""
 MOST_BY_CHANCE = 0.8
 """Nats that dropout leaves between two passes: beyond, they are of other tokens."""
 

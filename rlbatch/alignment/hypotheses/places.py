@@ -47,6 +47,9 @@ def shifted(evidence: Evidence) -> Finding | None:
     if shift is None:
         return None
     if abs(shift.lag) > max(PATH_LAGS):
+        # A row that repeats itself fits itself at many far places.
+        if shift.rivals:
+            return None
         # So far away, another row may fit as well, and better.
         row = _best_row(evidence)
         if row is not None and row.left < evidence.residuals((shift.lag,))[shift.lag]:
@@ -90,7 +93,8 @@ def shifted_by_rule(
     """
     certain = [key for key in shifts if not shifts[key].rivals]
     in_place = [key for key in range(len(everyone)) if key not in suspects]
-    if len(certain) < 2 or len({shifts[key].lag for key in certain}) < 2:
+    # One row that is off follows any rule.
+    if len({everyone[key].context.index for key in certain}) < 2:
         return {}
     for name, quantity in RULES:
         for sign in (1, -1):
@@ -99,16 +103,24 @@ def shifted_by_rule(
                 continue
             (constant,) = constants
             lags = [constant + sign * quantity(each.context) for each in everyone]
-            num_rows = len(certain) + sum(lags[key] == 0 for key in in_place)
+            kept = [key for key in in_place if lags[key] == 0]
             if any(_should_show(everyone[key], lags[key]) for key in in_place):
                 continue
+            if not _is_a_rule([everyone[key].context for key in (*certain, *kept)], quantity):
+                continue
             told = [key for key in shifts if lags[key] in (shifts[key].lag, *shifts[key].rivals)]
-            if num_rows >= RULE_MIN_ROWS:
-                more = f"; the lag is {'minus ' if sign < 0 else ''}{name} {constant:+d}, in {num_rows} rows"
-                return {
-                    key: _shift_finding("shifted-by-rule", suspects[key], shifts[key], more) for key in told
-                }
+            more = (
+                f"; the lag is {'minus ' if sign < 0 else ''}{name} {constant:+d}, "
+                f"in {len(told) + len(kept)} turns"
+            )
+            return {key: _shift_finding("shifted-by-rule", suspects[key], shifts[key], more) for key in told}
     return {}
+
+
+def _is_a_rule(followers: Sequence[Context], quantity: Callable[[Context], int]) -> bool:
+    """Whether enough rows follow it, in place or not, and differ in what it goes by."""
+    rows = {context.index: quantity(context) for context in followers}
+    return len(rows) >= RULE_MIN_ROWS and len(set(rows.values())) >= 2
 
 
 def _should_show(evidence: Evidence, lag: int) -> bool:
