@@ -8,10 +8,11 @@ tokens must repeat the same ones. What the whole reply says is judged in `rlbatc
 from collections.abc import Mapping
 from typing import Generic, Literal, TypeVar
 
-from rlbatch.catalogue import finding
 from rlbatch.engines.output import EngineOutput
+from rlbatch.engines.parts import Span
+from rlbatch.engines.refusals import refusal
 from rlbatch.engines.sglang import outputs_of
-from rlbatch.engines.sglang_reply import Meta, Reply, Row, Span, decode_replies
+from rlbatch.engines.sglang_reply import Meta, Reply, Row, decode_replies
 from rlbatch.errors import ReplyError
 from rlbatch.records import Provenance
 
@@ -35,7 +36,7 @@ class SglangStream:
             ReplyError: reply-malformed, reply-error-body, stream-disordered or statement-contradicted.
         """
         if chunk.lstrip().startswith(b"["):
-            raise _refusal("reply-malformed", "one completion in a chunk", "a list")
+            raise refusal("reply-malformed", "one completion in a chunk", "a list")
         (reply,) = decode_replies(chunk)
         index = 0 if reply.index is None else reply.index
         self._parts.setdefault(index, _Part(f"choice {index}")).add(reply)
@@ -47,11 +48,11 @@ class SglangStream:
             ReplyError: stream-truncated, and all that `rlbatch.engines.sglang.read_reply` raises.
         """
         if not self._parts:
-            raise _refusal("stream-truncated", "at least one chunk", "none")
+            raise refusal("stream-truncated", "at least one chunk", "none")
         ordered = sorted(self._parts)
         if ordered != list(range(len(ordered))):
             found = f"{len(ordered)} indices, the last {ordered[-1]}"
-            raise _refusal("stream-disordered", f"completions 0 to {len(ordered) - 1}, each", found)
+            raise refusal("stream-disordered", f"completions 0 to {len(ordered) - 1}, each", found)
         return outputs_of([self._parts[index].whole() for index in ordered], self._request, self._provenance)
 
 
@@ -135,7 +136,7 @@ class _Part:
         """The reply as it would have come whole."""
         last = self._last
         if last is None or last.meta_info.finish_reason is None:
-            raise _refusal("stream-truncated", "a finish_reason", f"{self._label} ends without one")
+            raise refusal("stream-truncated", "a finish_reason", f"{self._label} ends without one")
         meta = last.meta_info
         way = self._ids.way or self._rows.way
         return Reply(
@@ -161,7 +162,7 @@ class _Part:
         said = [n for n in (meta.completion_tokens, meta.output_token_logprobs_length) if n is not None]
         if not said:
             found = f"{self._label}: neither completion_tokens nor output_token_logprobs_length"
-            raise _refusal("reply-malformed", "a running count in every chunk", found)
+            raise refusal("reply-malformed", "a running count in every chunk", found)
         return said[0], said[-1]
 
     def _check_order(self, meta: Meta, num_tokens: int) -> None:
@@ -187,13 +188,9 @@ class _Part:
 def _same(name: str, held: list[Item] | None, new: list[Item] | None) -> list[Item] | None:
     """What is said once or repeated; a repetition says the same."""
     if held is not None and new is not None and held != new:
-        raise _refusal("statement-contradicted", f"{name} that stay as they were", "others in a later chunk")
+        raise refusal("statement-contradicted", f"{name} that stay as they were", "others in a later chunk")
     return held if new is None else new
 
 
 def _disordered(expected: str, found: str) -> ReplyError:
-    return _refusal("stream-disordered", expected, found)
-
-
-def _refusal(code: str, expected: str, found: str) -> ReplyError:
-    return ReplyError.of(finding(code, expected=expected, found=found))
+    return refusal("stream-disordered", expected, found)

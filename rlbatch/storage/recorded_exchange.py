@@ -13,7 +13,7 @@ import msgspec
 
 from rlbatch.catalogue import finding
 from rlbatch.engines import ResponseAssembler, fireworks_request, parse_response, sglang_request
-from rlbatch.engines.body import refusal
+from rlbatch.engines.body import no_reply
 from rlbatch.errors import ReplyError, Where
 from rlbatch.records import Provenance, Turn
 from rlbatch.storage.statements import ModelIdentity, Statement, provenance_of, sampling_of_request
@@ -64,7 +64,7 @@ def provenance_of_exchange(
     owners = [name for name, paths in ENDPOINTS.items() if exchange.endpoint in paths]
     if exchange.sse is None and (not owners or exchange.status not in (None, _HTTP_OK)):
         complaint = f"a body of {exchange.endpoint} with status {exchange.status}"
-        raise refusal(exchange.body, complaint=complaint)
+        raise no_reply(exchange.body, complaint=complaint)
     if not isinstance(exchange.request, Mapping):
         raise _malformed("a wrapper without the request's object", where)
     engine = statement.engine
