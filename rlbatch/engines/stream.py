@@ -15,7 +15,7 @@ from rlbatch.engines.fireworks_stream import FireworksStream
 from rlbatch.engines.output import EngineOutput, to_turn
 from rlbatch.engines.sglang_stream import SglangStream
 from rlbatch.engines.sse import Event, EventSplitter
-from rlbatch.engines.stated import check_statement, with_request_id
+from rlbatch.engines.stated import stated_engine, with_request_id
 from rlbatch.engines.vllm_stream import VllmStream
 from rlbatch.errors import RecordError, ReplyError
 from rlbatch.records import Provenance, Turn
@@ -50,7 +50,7 @@ class ResponseAssembler:
     def __init__(
         self,
         *,
-        engine: str = "vllm",
+        engine: str | None = None,
         request: Mapping[str, object] | None = None,
         provenance: Provenance,
         request_id: str | None = None,
@@ -58,7 +58,7 @@ class ResponseAssembler:
         """Begin.
 
         Args:
-            engine: a name in `STREAMS`.
+            engine: a name in `STREAMS`; None takes the provenance's.
             request: the body of the request that was sent, where it is at hand.
             provenance: how the logprobs came to be, which no reply says.
             request_id: the caller's own name for the request, which errors then show.
@@ -67,8 +67,8 @@ class ResponseAssembler:
             ReplyError: route-unsupported (an engine without streams here), statement-contradicted.
             RecordError: `provenance` or `request` is of another type.
         """
-        check_statement("ResponseAssembler", engine, STREAMS.keys(), request, provenance)
-        self._stream = STREAMS[engine](request, provenance)
+        named = stated_engine("ResponseAssembler", engine, STREAMS.keys(), request, provenance)
+        self._stream = STREAMS[named](request, provenance)
         self._provenance = provenance
         self._request_id = request_id
         self._events = EventSplitter()

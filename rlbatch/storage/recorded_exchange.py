@@ -86,8 +86,8 @@ def turns_of_exchange(exchange: Exchange, provenance: Provenance) -> list[Turn]:
     """
     request = exchange.request if isinstance(exchange.request, Mapping) else None
     if exchange.sse is None:
-        return parse_response(exchange.body, engine=provenance.engine, request=request, provenance=provenance)
-    assembler = ResponseAssembler(engine=provenance.engine, request=request, provenance=provenance)
+        return parse_response(exchange.body, request=request, provenance=provenance)
+    assembler = ResponseAssembler(request=request, provenance=provenance)
     assembler.feed(exchange.sse)
     return assembler.finish()
 
