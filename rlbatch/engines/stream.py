@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Protocol
 
-from rlbatch.catalogue import finding
 from rlbatch.engines.body import error_refusal
 from rlbatch.engines.fireworks_stream import FireworksStream
 from rlbatch.engines.output import EngineOutput, to_turn
+from rlbatch.engines.refusals import refusal
 from rlbatch.engines.sglang_stream import SglangStream
 from rlbatch.engines.sse import Event, EventSplitter
 from rlbatch.engines.stated import stated_engine, with_request_id
@@ -82,6 +82,7 @@ class ResponseAssembler:
         Raises:
             ReplyError: what has come so far cannot become exact tokens with exact logprobs. The reply is
                 lost: every later call raises the same.
+            RecordError: the piece is neither bytes nor text, or comes after `finish`.
         """
         self._require_open()
         with with_request_id(self._request_id, self._refuse):
@@ -102,10 +103,10 @@ class ResponseAssembler:
             return list(self._turns)
         self._require_open()
         with with_request_id(self._request_id, self._refuse):
-            rest = self._events.rest
-            if rest == b"data: " + DONE:
+            rest = self._events.rest()
+            if rest == DONE:
                 self._take(("", DONE))
-            elif rest:
+            elif rest is not None:
                 raise _truncated("it ends within an event")
             if not self._done:
                 raise _truncated("no `[DONE]` at its end")
@@ -119,9 +120,7 @@ class ResponseAssembler:
         if name == "error":
             raise error_refusal(data)
         if self._done:
-            raise ReplyError.of(
-                finding("stream-disordered", expected="nothing after `[DONE]`", found="another event")
-            )
+            raise refusal("stream-disordered", "nothing after `[DONE]`", "another event")
         if data == DONE:
             self._done = True
         else:
@@ -138,4 +137,4 @@ class ResponseAssembler:
 
 
 def _truncated(found: str) -> ReplyError:
-    return ReplyError.of(finding("stream-truncated", expected="a stream with its end", found=found))
+    return refusal("stream-truncated", "a stream with its end", found)
