@@ -8,6 +8,8 @@ tokens must repeat the same ones. What the whole reply says is judged in `rlbatc
 from collections.abc import Mapping
 from typing import Generic, Literal, TypeVar
 
+import msgspec
+
 from rlbatch.engines.output import EngineOutput
 from rlbatch.engines.parts import Span
 from rlbatch.engines.refusals import refusal
@@ -137,25 +139,37 @@ class _Part:
         last = self._last
         if last is None or last.meta_info.finish_reason is None:
             raise refusal("stream-truncated", "a finish_reason", f"{self._label} ends without one")
-        meta = last.meta_info
         way = self._ids.way or self._rows.way
+        # What the last chunk says of the whole is kept as it is; only lists have to be put together.
+        meta = msgspec.structs.replace(
+            last.meta_info,
+            output_token_logprobs=self._rows.items,
+            output_top_logprobs=self._tops.items,
+            input_token_logprobs=self._input_rows,
+            weight_versions=self._versions(last.meta_info.weight_versions),
+            routed_experts=self._routing,
+        )
         return Reply(
             output_ids=self._ids.items,
             prompt_token_ids=self._prompt_ids,
             text="".join(self._texts) if way == "the new ones" else self._texts[-1] if self._texts else None,
-            meta_info=Meta(
-                id=meta.id,
-                finish_reason=meta.finish_reason,
-                prompt_tokens=meta.prompt_tokens,
-                completion_tokens=meta.completion_tokens,
-                output_token_logprobs=self._rows.items,
-                output_token_logprobs_length=meta.output_token_logprobs_length,
-                output_top_logprobs=self._tops.items,
-                input_token_logprobs=self._input_rows,
-                weight_versions=meta.weight_versions or self._spans or None,
-                routed_experts=self._routing,
-            ),
+            meta_info=meta,
         )
+
+    def _versions(self, said: list[Span] | None) -> list[Span] | None:
+        """The reply's own spans, which hold every version that a chunk names; else those of the chunks."""
+        if said is None:
+            return self._spans or None
+        labels = {str(span.version) for span in said}
+        others = [span for span in self._spans if str(span.version) not in labels]
+        if others:
+            found = (
+                f"{self._label}: none of {len(said)} spans has the label of token {others[0].start}'s chunk"
+            )
+            raise refusal(
+                "statement-contradicted", "weight_version of each chunk among the spans' labels", found
+            )
+        return said
 
     def _counts(self, meta: Meta) -> tuple[int, int]:
         """Tokens and logprobs so far, as the chunk says; each count serves for both where it is alone."""
