@@ -54,7 +54,8 @@ def parse_response(
 
     Raises:
         ReplyError: the reply cannot become exact tokens with exact logprobs; `.code` says why.
-        RecordError: `provenance` or `request` is not of the type above.
+        RecordError: `provenance` or `request` is not of the type above, or the request's prompt is in no form
+            that a request has.
 
     Example:
         `parse_response(reply.content, request=body, provenance=provenance)` -> `[turn]` for n = 1

@@ -98,6 +98,7 @@ class ResponseAssembler:
 
         Raises:
             ReplyError: stream-truncated where the end is missing; else as `parse_response`.
+            RecordError: as `parse_response`.
         """
         if self._turns is not None:
             return list(self._turns)
