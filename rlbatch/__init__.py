@@ -6,7 +6,7 @@ Here are the names that need no torch. The trainer's side is imported by module:
 
 from rlbatch.assemble import prefix_findings, to_samples
 from rlbatch.catalogue import CATALOGUE
-from rlbatch.engines import parse_response
+from rlbatch.engines import ResponseAssembler, parse_response
 from rlbatch.errors import (
     AlignmentError,
     Finding,
@@ -54,6 +54,7 @@ __all__ = [
     "Provenance",
     "RecordError",
     "ReplyError",
+    "ResponseAssembler",
     "RlbatchError",
     "Sample",
     "SamplingParams",

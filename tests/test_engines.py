@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from engines_expected import EXPECTED, Choice, Refused
+from replies_by_hand import IDS, fireworks_chunks, fireworks_reply, sglang_chunks, sglang_reply
 
 import rlbatch.engines
 from rlbatch.engines import MAX_REPLY_BYTES, ResponseAssembler, parse_response
@@ -700,10 +701,36 @@ def test_an_unknown_engine_is_refused_and_the_known_are_listed():
         parse_response(body, engine="vlm", request=request, provenance=provenance_of(COMPLETIONS, request))
 
 
-def test_a_provenance_of_another_engine_is_contradicted():
+def test_a_provenance_of_another_engine_is_contradicted_where_an_engine_is_stated():
     body, request = recorded(COMPLETIONS)
     other = replace(provenance_of(COMPLETIONS, request), engine="sglang")
-    assert refused(COMPLETIONS, body, provenance=other).code == "statement-contradicted"
+    with pytest.raises(ReplyError) as caught:
+        parse_response(body, engine="vllm", request=request, provenance=other)
+    assert caught.value.code == "statement-contradicted"
+    # Unstated it is the provenance's, whose replies look otherwise.
+    assert refused(COMPLETIONS, body, provenance=other).code == "reply-malformed"
+
+
+def test_the_engine_need_not_be_said_beside_its_provenance():
+    sampling = SamplingParams(temperature=1.0)
+    for engine, reply, events in (
+        ("sglang", sglang_reply(), sglang_chunks(incremental=True)),
+        ("Fireworks", fireworks_reply(), fireworks_chunks()),
+    ):
+        provenance = Provenance(engine=engine, logprobs_mode="processed", sampling=sampling)
+        (turn,) = parse_response(reply, provenance=provenance)
+        assert turn.completion_token_ids.tolist() == IDS
+        assembler = ResponseAssembler(provenance=provenance)
+        assembler.feed("".join(f"data: {json.dumps(each)}\n\n" for each in events) + "data: [DONE]\n\n")
+        (turn,) = assembler.finish()
+        assert turn.completion_token_ids.tolist() == IDS
+    unknown = Provenance(engine="tgi", logprobs_mode="processed", sampling=sampling)
+    for call in (
+        lambda: parse_response(sglang_reply(), provenance=unknown),
+        lambda: ResponseAssembler(provenance=unknown),
+    ):
+        with pytest.raises(ReplyError, match="engine 'tgi'"):
+            call()
 
 
 def test_provenance_and_request_of_other_types_are_record_errors():
@@ -721,6 +748,14 @@ def test_refusals_show_neither_prompt_nor_text():
             parse_response(body, request=request, provenance=provenance_of(key, request))
         for word in ("Anna", "apples", "Goro", "calc", "<think>", "<|bos|>"):
             assert word not in str(caught.value)
+
+
+def test_an_end_that_is_no_word_is_counted_and_not_shown():
+    body, _ = recorded(COMPLETIONS)
+    body["choices"][0]["finish_reason"] = "the patient John Doe was told"
+    error = refused(COMPLETIONS, body)
+    assert "choice 0: text of 29 characters" in str(error)
+    assert "John" not in str(error)
 
 
 # -- modules ----------------------------------------------------------------------------------------------

@@ -6,10 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rlbatch.engines import parse_response
-from rlbatch.errors import ReplyError
+from rlbatch.errors import RecordError, ReplyError
 from rlbatch.records import Provenance, SamplingParams, Turn
 
 REPLIES = Path(__file__).parent / "data" / "vllm-0.32.0" / "replies"
@@ -55,31 +56,46 @@ def test_prompt_ids_come_from_the_request_where_the_reply_has_none():
 
 
 @pytest.mark.parametrize(
-    "request_body",
-    [
-        None,
-        {},
-        {"prompt": "text"},
-        {"prompt": ["text"]},
-        {"prompt": [1, True]},
-        {"prompt": [1, 5.0]},
-        {"prompt": [1, -5]},
-        {"prompt": [1, 2**31]},
-        {"prompt": [[]]},
-    ],
+    "request_body", [None, {}, {"prompt": "text"}, {"prompt": ["text"]}, {"prompt": [[]]}, {"prompt": None}]
 )
 def test_a_prompt_that_is_no_list_of_ids_gives_none(request_body):
     body = reply("completions", {"token_ids": [7, 2]})
-    if request_body in (
-        {"prompt": [1, True]},
-        {"prompt": [1, 5.0]},
-        {"prompt": [1, -5]},
-        {"prompt": [1, 2**31]},
-    ):
-        # Read as two prompts that are no prompts: the reply has one choice.
-        assert code_of(body, request_body).startswith("statement-contradicted")
-    else:
-        assert code_of(body, request_body).startswith("prompt-ids-missing")
+    assert code_of(body, request_body).startswith("prompt-ids-missing")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "found"),
+    [
+        ([1, True], "a list of bool, int"),
+        ([1, 5.0], "a list of float, int"),
+        ([1, -5], "a list of int"),
+        ([1, 2**31], "a list of int"),
+        ([[1, 5], [1, -5]], "a list of int"),
+        (["text", 5], "a list of int, str"),
+        (np.array([1, 5]), "ndarray"),
+        ([np.int64(1), np.int64(5)], "a list of int64"),
+        ({"prompt_token_ids": [1, 5]}, "dict"),
+        ({1, 5}, "set"),
+        (b"text", "bytes"),
+        (7, "int"),
+    ],
+)
+def test_a_prompt_in_no_form_that_a_request_has_is_a_record_error_and_never_passes_for_text(prompt, found):
+    """Nothing could be compared with the reply's own ids, and what contradicts them would pass."""
+    for route, field in (("completions", "prompt"), ("generate", "token_ids")):
+        body = reply(route, {"token_ids": [7, 2]})
+        place = body["choices"][0] if route == "completions" else body
+        place["prompt_token_ids"] = [1, 5]
+        assert len(turns(body, {field: [1, 5]})) == 1
+        with pytest.raises(RecordError, match="expected the prompt as it was sent") as caught:
+            turns(body, {field: prompt})
+        assert route == "generate" or f"found {found};" in str(caught.value)
+
+
+def test_text_is_no_prompt_of_the_route_that_takes_ids_alone():
+    body = reply("generate", {"token_ids": [7, 2]}, prompt_token_ids=[1, 5])
+    with pytest.raises(RecordError, match="as it was sent: ids, where"):
+        turns(body, {"token_ids": "text"})
 
 
 def test_chat_never_takes_ids_from_the_request():

@@ -352,6 +352,39 @@ def test_a_version_that_changes_between_chunks_is_two_spans():
     ]
 
 
+def test_what_the_whole_reply_says_twice_is_compared_in_a_stream_too():
+    for incremental in (False, True):
+        events = sglang_chunks(incremental=incremental)
+        for event in events:
+            event[META]["cached_tokens"] = 4
+        assert streamed(events)[0].completion_token_ids.tolist() == IDS
+        for event in events:
+            event[META]["cached_tokens"] = 999
+        assert stream_refused(events).code == "statement-contradicted"
+        assert refused(change((META, "cached_tokens"), 999)).code == "statement-contradicted"
+
+
+def test_spans_at_the_end_of_a_stream_hold_every_version_that_a_chunk_names():
+    events = sglang_chunks(incremental=True)
+    events[0][META]["weight_version"] = "step-2"
+    spans = [{"version": "step-2", "start": 0, "end": 2}, {"version": "step-3", "start": 2, "end": 5}]
+    events[-1][META]["weight_versions"] = spans
+    (turn,) = streamed(events)
+    assert [(span.label, span.start, span.stop) for span in turn.policy_versions] == [
+        ("step-2", 0, 2),
+        ("step-3", 2, 5),
+    ]
+    for at in (0, 2):
+        broken = copy.deepcopy(events)
+        broken[at][META]["weight_version"] = "step-9"
+        error = stream_refused(broken)
+        assert error.code == "statement-contradicted"
+        assert "step-9" not in str(error)
+    # Chunks that name no version deny none.
+    del events[-1][META]["weight_version"], events[1][META]["weight_version"]
+    assert len(streamed(events)[0].policy_versions) == 2
+
+
 def events_changed(name: str, incremental: bool) -> list[Any]:
     events = sglang_chunks(incremental=incremental)
     match name:

@@ -279,6 +279,49 @@ def test_errors_in_a_stream_are_errors_and_show_no_message():
     assert caught.value.code == "reply-error-body"
 
 
+@pytest.mark.parametrize("end", ["", "\n", "\r\n\r\n"])
+@pytest.mark.parametrize("size", [1, 7, 1 << 20])
+def test_a_json_body_where_a_stream_should_be_is_named_for_what_it_is(end, size):
+    """What a server answers a request that it refuses; asking again would fail again."""
+    secret = "attack at dawn"
+    body = {"error": {"message": secret, "type": "BadRequestError", "code": 400}}
+    for form in (json.dumps(body), "\n " + json.dumps(body, indent=2)):
+        text = form + end
+        with pytest.raises(ReplyError) as caught:
+            assemble(COMPLETIONS, [text[at : at + size] for at in range(0, len(text), size)])
+        assert caught.value.code == "reply-error-body"
+        assert "BadRequestError" in str(caught.value)
+        assert secret not in str(caught.value)
+    whole, _ = recorded("fp32_raw/completions_ids_lp1.json")
+    with pytest.raises(ReplyError) as caught:
+        assemble(COMPLETIONS, [json.dumps(whole) + end])
+    assert caught.value.code == "reply-malformed"
+    assert "parse_response" in str(caught.value)
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 1 << 20])
+def test_blanks_that_the_format_leaves_open_and_a_byte_order_mark_change_nothing(size):
+    body, _ = recorded(COMPLETIONS)
+    for form in ("\ufeff" + body, body.replace("data: ", "data:"), body.replace("data: ", "data:").rstrip()):
+        raw = form.encode()
+        pieces = [raw[at : at + size] for at in range(0, len(raw), size)]
+        assert identical(assemble(COMPLETIONS, pieces)[0], parse(COMPLETIONS)[0])
+    with pytest.raises(ReplyError) as caught:
+        assemble(COMPLETIONS, ["\ufeff" + json.dumps({"error": {"type": "BadRequestError"}})])
+    assert caught.value.code == "reply-error-body"
+    # Elsewhere the mark is no part of the format.
+    with pytest.raises(ReplyError):
+        assemble(COMPLETIONS, [body.replace("\n\n", "\n\n\ufeff", 1)])
+
+
+@pytest.mark.parametrize("piece", [None, 5, [b"data: {}"], 0.5])
+def test_a_piece_that_is_neither_bytes_nor_text_is_a_record_error(piece):
+    with pytest.raises(
+        RecordError, match=f"expected bytes or text of the stream, found {type(piece).__name__}"
+    ):
+        assemble(COMPLETIONS, [piece])
+
+
 @pytest.mark.parametrize(
     "data", ["", "{", "null", "[]", "7", '{"choices": 7}', '{"choices": [{}]}', "<html>"]
 )

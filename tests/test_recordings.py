@@ -1,6 +1,7 @@
 """Recorded JSON as samples, against the files themselves as Python's own `json` reads them."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +32,8 @@ FULL = Statement(
     min_p=0.0,
     repetition_penalty=1.0,
 )
+FULL_COLD = replace(FULL, temperature=None)
+"""Of a request that says its temperature."""
 TWO_ROWS = {
     "sampling": {},
     "rows": [
@@ -347,6 +350,21 @@ def test_a_wrapper_without_a_request_is_refused(tmp_path: Path) -> None:
 
 
 # -- files -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prompt", [7, [1, 5.0], {"text": "secret"}])
+def test_a_recorded_prompt_in_no_form_that_a_request_has_is_a_fault_of_the_file(
+    tmp_path: Path, data_dir: Path, prompt: object
+) -> None:
+    wrapper = json.loads((data_dir / "replies/fp32_raw/completions_prompt_as_ids.json").read_text())
+    assert only_row(write(tmp_path / "r.json", wrapper), FULL_COLD).sample is not None
+    wrapper["request"]["prompt"] = prompt
+    path = write(tmp_path / "r.json", wrapper)
+    with pytest.raises(ReplyError) as caught:
+        list(read_recording(path, FULL_COLD))
+    assert caught.value.code == "reply-malformed"
+    assert caught.value.findings[0].where.path == str(path)
+    assert "secret" not in str(caught.value)
 
 
 def test_lines_of_jsonl_are_documents_of_either_kind(tmp_path: Path, data_dir: Path) -> None:

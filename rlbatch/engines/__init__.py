@@ -11,7 +11,7 @@ from types import MappingProxyType
 from rlbatch.engines import fireworks, sglang, vllm
 from rlbatch.engines.body import MAX_REPLY_BYTES
 from rlbatch.engines.output import EngineOutput, to_turn
-from rlbatch.engines.stated import check_statement, with_request_id
+from rlbatch.engines.stated import stated_engine, with_request_id
 from rlbatch.engines.stream import STREAMS, ResponseAssembler
 from rlbatch.engines.vllm_object import RequestOutput
 from rlbatch.records import Provenance, Turn
@@ -29,7 +29,7 @@ ENGINES: Mapping[str, Reader] = MappingProxyType(
 def parse_response(
     payload: bytes | str | Mapping[str, object] | RequestOutput,
     *,
-    engine: str = "vllm",
+    engine: str | None = None,
     request: Mapping[str, object] | None = None,
     provenance: Provenance,
     request_id: str | None = None,
@@ -42,7 +42,7 @@ def parse_response(
     Args:
         payload: the reply's body, as bytes, text or the decoded object, or the output object of vLLM in
             process; never a recording's wrapper. It is not changed. Streams are for `ResponseAssembler`.
-        engine: a name in `ENGINES`.
+        engine: a name in `ENGINES`; None takes the provenance's.
         request: the body of the request that was sent, where it is at hand. A field that is absent or null
             contradicts nothing.
         provenance: how the logprobs came to be, which no reply says.
@@ -54,11 +54,12 @@ def parse_response(
 
     Raises:
         ReplyError: the reply cannot become exact tokens with exact logprobs; `.code` says why.
-        RecordError: `provenance` or `request` is not of the type above.
+        RecordError: `provenance` or `request` is not of the type above, or the request's prompt is in no form
+            that a request has.
 
     Example:
         `parse_response(reply.content, request=body, provenance=provenance)` -> `[turn]` for n = 1
     """
-    check_statement("parse_response", engine, ENGINES.keys(), request, provenance)
+    read = ENGINES[stated_engine("parse_response", engine, ENGINES.keys(), request, provenance)]
     with with_request_id(request_id):
-        return [to_turn(output, provenance) for output in ENGINES[engine](payload, request, provenance)]
+        return [to_turn(output, provenance) for output in read(payload, request, provenance)]

@@ -4,23 +4,43 @@ For engines that repeat ids and logprobs in many places. Findings name the place
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
-from rlbatch.catalogue import finding
+from rlbatch.engines.refusals import refusal
 from rlbatch.engines.request import Prompts
-from rlbatch.errors import ReplyError
+
+MAX_INDICES_SHOWN = 8
+
+
+class Indexed(Protocol):
+    """A choice of any engine."""
+
+    @property
+    def index(self) -> int:
+        """Its place among the choices."""
+
 
 Item = TypeVar("Item")
+
+IndexedChoice = TypeVar("IndexedChoice", bound=Indexed)
 
 _BYTE_SIGNS = ("\ufffd", "<0x")
 """In a string that stands for part of a character, or in a text that such parts do not make whole."""
 
 
-def refusal(
-    code: str, expected: str, found: str, *, likely: str | None = None, fix: str | None = None
-) -> ReplyError:
-    """The error of one finding."""
-    return ReplyError.of(finding(code, expected=expected, found=found, likely=likely, fix=fix))
+def in_order(choices: Sequence[IndexedChoice]) -> list[IndexedChoice]:
+    """The choices by their index, which runs from 0 without a gap.
+
+    Raises:
+        ReplyError: reply-malformed.
+    """
+    ordered = sorted(choices, key=lambda choice: choice.index)
+    if not ordered:
+        raise refusal("reply-malformed", "at least one choice", "an empty list of choices")
+    if [choice.index for choice in ordered] != list(range(len(ordered))):
+        shown = ", ".join(str(choice.index) for choice in ordered[:MAX_INDICES_SHOWN])
+        raise refusal("reply-malformed", f"choices 0 to {len(ordered) - 1}, each once", f"indices {shown}")
+    return ordered
 
 
 def sent_prompts(num_choices: int, prompts: Prompts) -> list[Sequence[int] | None]:
@@ -78,34 +98,6 @@ def agreed_logprobs(
         ReplyError: length-mismatch or statement-contradicted.
     """
     return _agreed(label, "logprobs", said)
-
-
-def check_count(label: str, name: str, said: int | None, counted: int) -> None:
-    """Refuse a count that is not the length of what it counts.
-
-    Raises:
-        ReplyError: usage-mismatch.
-    """
-    if said is not None and said != counted:
-        raise refusal(
-            "usage-mismatch",
-            f"{name} equal to the number of ids",
-            f"{label}: {name} is {said}, the lists have {counted} ids",
-        )
-
-
-def check_cached(label: str, cached: int | None, num_prompt: int) -> None:
-    """Refuse more tokens of the prompt from a cache than the prompt has; which they were is not said.
-
-    Raises:
-        ReplyError: statement-contradicted.
-    """
-    if cached is not None and not 0 <= cached <= num_prompt:
-        raise refusal(
-            "statement-contradicted",
-            f"cached_tokens among the prompt's {num_prompt}",
-            f"{label}: cached_tokens is {cached}",
-        )
 
 
 def check_text(label: str, text: str | None, strings: Sequence[str]) -> None:

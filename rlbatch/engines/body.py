@@ -65,12 +65,12 @@ def decode(payload: object, struct: type[Struct]) -> Struct:
             return msgspec.json.decode(payload, type=struct)
         return msgspec.convert(payload, struct)
     except msgspec.ValidationError as error:
-        raise refusal(payload, complaint=str(error)) from None
+        raise no_reply(payload, complaint=str(error)) from None
     except (msgspec.DecodeError, RecursionError) as error:
         raise ReplyError.of(_malformed(str(error))) from None
 
 
-def refusal(payload: object, *, complaint: str, streamed: bool = False) -> ReplyError:
+def no_reply(payload: object, *, complaint: str, streamed: bool = False) -> ReplyError:
     """Why this payload, which is JSON or an object, is no reply: what it is, else the complaint.
 
     Of a stream only an error body is told apart: that it is a chunk is as it should be.

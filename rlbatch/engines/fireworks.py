@@ -10,19 +10,19 @@ from collections.abc import Mapping, Sequence
 from rlbatch.engines.agreement import (
     agreed_ids,
     agreed_logprobs,
-    check_cached,
-    check_count,
     check_text,
-    refusal,
+    in_order,
     sent_prompts,
 )
-from rlbatch.engines.body import chunk_refusal, decode
-from rlbatch.engines.body import refusal as body_refusal
-from rlbatch.engines.fireworks_reply import Body, Choice, Entry, places_of, text_of
+from rlbatch.engines.body import chunk_refusal, decode, no_reply
+from rlbatch.engines.fireworks_reply import Body, Choice, Entry, places_of
 from rlbatch.engines.fireworks_request import Echo, echo_of, request_contradictions, request_prompts
 from rlbatch.engines.fireworks_routing import read_matrices
 from rlbatch.engines.output import EngineOutput
+from rlbatch.engines.parts import text_of
+from rlbatch.engines.refusals import refusal
 from rlbatch.engines.request import asks_for
+from rlbatch.engines.usage import check_usage
 from rlbatch.errors import ReplyError
 from rlbatch.records import Provenance, Usage
 
@@ -39,7 +39,7 @@ def read_reply(
     """
     body = decode(payload, Body)
     if body.choices is None or body.error is not None:
-        raise body_refusal(payload, complaint="an object that has no `choices`")
+        raise no_reply(payload, complaint="an object that has no `choices`")
     if asks_for(request, "stream"):
         raise chunk_refusal("the request set stream=true")
     return outputs_of(body, request, provenance)
@@ -52,14 +52,14 @@ def outputs_of(
     found = request_contradictions(request, provenance)
     if found:
         raise ReplyError.of(*found)
-    choices = _in_order(body.choices or [])
+    choices = in_order(body.choices or [])
     prompts = request_prompts(request)
     sent = sent_prompts(len(choices), prompts)
     outputs = [
         _output(body, choice, asked, echo_of(request), provenance)
         for choice, asked in zip(choices, sent, strict=True)
     ]
-    _check_usage(body, outputs, num_prompts=1 if len(outputs) == 1 else prompts.count)
+    check_usage(body.usage, outputs, num_prompts=prompts.count)
     return outputs
 
 
@@ -97,7 +97,7 @@ def _output(
         usage=Usage()
         if counts is None
         else Usage(num_prompt_tokens=counts.prompt_tokens, num_completion_tokens=counts.completion_tokens),
-        text=text_of(choice),
+        text=text_of(choice.text, choice.message),
         request_id=body.id,
         routed_experts=experts,
         routed_experts_start=start,
@@ -113,16 +113,6 @@ def _prompt_ids(body: Body, choice: Choice, asked: Sequence[int] | None) -> list
         "the request": asked,
     }
     return agreed_ids(f"{choice.label}, prompt", said)
-
-
-def _in_order(choices: list[Choice]) -> list[Choice]:
-    ordered = sorted(choices, key=lambda choice: choice.index)
-    if not ordered:
-        raise refusal("reply-malformed", "at least one choice", "an empty list of choices")
-    if [choice.index for choice in ordered] != list(range(len(ordered))):
-        found = f"{len(ordered)} choices with other indices"
-        raise refusal("reply-malformed", f"choices 0 to {len(ordered) - 1}, each once", found)
-    return ordered
 
 
 def _completion_ids(choice: Choice) -> list[int]:
@@ -203,7 +193,7 @@ def _check_entries(choice: Choice) -> None:
                 found = f"{choice.label}: {place}.content and its top_logprobs differ at token {at}"
                 raise refusal("statement-contradicted", "one logprob of the sampled token", found)
         strings = [entry.token for entry in logprobs.content or () if entry.token is not None]
-        check_text(choice.label, text_of(choice), logprobs.tokens or strings)
+        check_text(choice.label, text_of(choice.text, choice.message), logprobs.tokens or strings)
 
 
 def _differs(entry: Entry) -> bool:
@@ -212,20 +202,3 @@ def _differs(entry: Entry) -> bool:
         for top in entry.top_logprobs or ()
         if top.token_id is not None and top.token_id == entry.token_id
     )
-
-
-def _check_usage(body: Body, outputs: list[EngineOutput], *, num_prompts: int | None) -> None:
-    """Counts of the reply against its lists; lists of unequal lengths are for `to_turn` to say."""
-    usage = body.usage
-    if usage is None or any(
-        len(each.completion_token_ids or ()) != len(each.logprobs or ()) for each in outputs
-    ):
-        return
-    num_completion = sum(len(output.completion_token_ids or ()) for output in outputs)
-    check_count("the reply", "usage.completion_tokens", usage.completion_tokens, num_completion)
-    if num_prompts and all(output.prompt_token_ids is not None for output in outputs):
-        firsts = outputs[:: len(outputs) // num_prompts]
-        num_prompt = sum(len(output.prompt_token_ids or ()) for output in firsts)
-        check_count("the reply", "usage.prompt_tokens", usage.prompt_tokens, num_prompt)
-        check_count("the reply", "usage.total_tokens", usage.total_tokens, num_prompt + num_completion)
-        check_cached("the reply", usage.cached_tokens, num_prompt)

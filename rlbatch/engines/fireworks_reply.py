@@ -14,6 +14,8 @@ decoder. Judges nothing.
 import msgspec
 
 from rlbatch.engines.body import TokenId
+from rlbatch.engines.parts import Message
+from rlbatch.engines.usage import Counts
 
 
 class Top(msgspec.Struct, gc=False):
@@ -54,14 +56,6 @@ class RawOutput(msgspec.Struct, gc=False):
     completion_logprobs: Logprobs | None = None
 
 
-class Message(msgspec.Struct, gc=False):
-    """Chat's message, or a chunk of it."""
-
-    content: str | None = None
-    reasoning_content: str | None = None
-    tool_calls: list[object] | None = None
-
-
 class Choice(msgspec.Struct, gc=False):
     """One completion, or a chunk of one."""
 
@@ -80,26 +74,6 @@ class Choice(msgspec.Struct, gc=False):
     def label(self) -> str:
         """What findings call it."""
         return f"choice {self.index}"
-
-
-class PromptDetails(msgspec.Struct, gc=False):
-    """What `usage` says of the prompt's tokens."""
-
-    cached_tokens: int | None = None
-
-
-class Counts(msgspec.Struct, gc=False):
-    """The reply's `usage`."""
-
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-    total_tokens: int | None = None
-    prompt_tokens_details: PromptDetails | None = None
-
-    @property
-    def cached_tokens(self) -> int | None:
-        """Tokens of the prompt that came from a cache; None where unsaid."""
-        return None if self.prompt_tokens_details is None else self.prompt_tokens_details.cached_tokens
 
 
 class Body(msgspec.Struct, gc=False):
@@ -123,12 +97,3 @@ def places_of(choice: Choice) -> dict[str, Logprobs]:
     if choice.raw_output is not None and choice.raw_output.completion_logprobs is not None:
         found["raw_output.completion_logprobs"] = choice.raw_output.completion_logprobs
     return found
-
-
-def text_of(choice: Choice) -> str | None:
-    """The whole decoded text; None where a parser took tool calls or reasoning out of it."""
-    message = choice.message
-    if message is None:
-        return choice.text
-    parsed = message.tool_calls or message.reasoning_content is not None
-    return None if parsed else message.content

@@ -15,8 +15,8 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
-from rlbatch.engines.agreement import refusal
 from rlbatch.engines.fireworks_reply import Body, Choice, places_of
+from rlbatch.engines.refusals import refusal
 from rlbatch.engines.routing import base64_bytes
 from rlbatch.errors import ReplyError
 

@@ -8,12 +8,12 @@ would not show. What the whole body says is judged in `rlbatch.engines.fireworks
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
-from rlbatch.engines.agreement import refusal
-from rlbatch.engines.body import decode
-from rlbatch.engines.body import refusal as body_refusal
+from rlbatch.engines.body import decode, no_reply
 from rlbatch.engines.fireworks import outputs_of
-from rlbatch.engines.fireworks_reply import Body, Choice, Logprobs, Message, RawOutput
+from rlbatch.engines.fireworks_reply import Body, Choice, Logprobs, RawOutput
 from rlbatch.engines.output import EngineOutput
+from rlbatch.engines.parts import Message
+from rlbatch.engines.refusals import refusal
 from rlbatch.errors import ReplyError
 from rlbatch.records import Provenance
 
@@ -38,7 +38,7 @@ class FireworksStream:
         """
         new = decode(chunk, Body)
         if new.choices is None or new.error is not None:
-            raise body_refusal(chunk, complaint="a chunk that has no `choices`")
+            raise no_reply(chunk, complaint="a chunk that has no `choices`")
         body = self._body
         if self._started and new.id != body.id:
             raise _disordered("chunks of one reply", "a chunk with another id")

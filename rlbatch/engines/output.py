@@ -6,6 +6,7 @@ the provenance decides under which name the values are kept. Knows no engine's f
 rollouts use it too.
 """
 
+import re
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,9 @@ from rlbatch.records import FINISH_REASONS, FinishReason, Provenance, Turn, Usag
 
 MAX_POSITIONS_SHOWN = 5
 """A finding names this many tokens and counts the rest."""
+
+_WORD = re.compile(r"[A-Za-z_-]{1,32}")
+"""What an engine calls an end; anything else could be of a prompt or text and is not shown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -180,12 +184,14 @@ def _finish_reason(output: EngineOutput) -> FinishReason | None:
     for known in FINISH_REASONS:
         if output.finish_reason == known:
             return known
+    word = _WORD.fullmatch(output.finish_reason)
+    shown = repr(output.finish_reason) if word else f"text of {len(output.finish_reason)} characters"
     raise ReplyError.of(
         finding(
             "reply-malformed",
             where=output.where,
             expected=f"finish_reason one of {', '.join(FINISH_REASONS)}",
-            found=f"{output.label}: {output.finish_reason[:40]!r}",
+            found=f"{output.label}: {shown}",
             likely="the engine failed in the middle of the request, or ended it in a way not known here",
             fix="leave this completion out at its source, and look in the engine's log for the cause",
         )

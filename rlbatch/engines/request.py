@@ -14,7 +14,7 @@ import msgspec
 from rlbatch.catalogue import finding
 from rlbatch.engines.body import TokenId
 from rlbatch.engines.sampling_fields import FLAGS, NUMBERS, as_off, asks_for_grammar
-from rlbatch.errors import Finding
+from rlbatch.errors import Finding, RecordError
 from rlbatch.records import Provenance
 
 Route: TypeAlias = Literal["completions", "chat", "generate"]
@@ -40,6 +40,9 @@ class Prompts:
 
 def read_prompts(request: Mapping[str, object] | None, route: Route) -> Prompts:
     """The prompts of a request of this route; ids only where they were sent as integers.
+
+    Raises:
+        RecordError: the prompt is in no form that a request has, such as an array.
 
     Example:
         {"prompt": [[1, 5], [1, 6]], "n": 2} -> token_ids [[1, 5], [1, 6]], num_choices 2
@@ -102,20 +105,37 @@ def _prompt_token_ids(prompt: object, route: Route) -> Sequence[Sequence[int] | 
     if route == "chat":
         # A template makes the ids of messages; a chat request never has them.
         return [None]
-    ids = _ids(prompt)
-    if ids is not None or route == "generate" or not isinstance(prompt, (list, tuple)):
-        return [ids]
-    return [_ids(item) for item in prompt]
+    if (
+        route == "completions"
+        and isinstance(prompt, (list, tuple))
+        and all(isinstance(item, (str, list, tuple)) for item in prompt)
+    ):
+        return [_ids(item, route) for item in prompt]
+    return [_ids(prompt, route)]
 
 
-def _ids(value: object) -> list[int] | None:
-    """The ids of one prompt; None where it is anything but a list of true ints in range."""
-    if not isinstance(value, (list, tuple)) or not value:
+def _ids(prompt: object, route: Route) -> list[int] | None:
+    """The ids of one prompt; None where it is text, or empty."""
+    if isinstance(prompt, str) and route == "completions":
         return None
-    try:
-        return msgspec.convert(value, list[TokenId])
-    except msgspec.ValidationError:
-        return None
+    if isinstance(prompt, (list, tuple)):
+        try:
+            return msgspec.convert(prompt, list[TokenId]) or None
+        except msgspec.ValidationError:
+            # Told below with what is no prompt at all.
+            pass
+    forms = "text, ids, or a list of these" if route == "completions" else "ids"
+    raise RecordError(
+        f"request: expected the prompt as it was sent: {forms}, where ids are a list of ints from 0 to "
+        f"{2**31 - 1}; found {_kind(prompt)}; of an array send and pass what .tolist() makes of it"
+    )
+
+
+def _kind(value: object) -> str:
+    if not isinstance(value, (list, tuple)):
+        return type(value).__name__
+    kinds = sorted({type(item).__name__ for item in value})
+    return f"a {type(value).__name__} of {', '.join(kinds)}"
 
 
 def _is_int(value: object) -> TypeGuard[int]:

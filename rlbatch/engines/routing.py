@@ -14,7 +14,7 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
-from rlbatch.catalogue import finding
+from rlbatch.engines.refusals import refusal
 from rlbatch.errors import ReplyError
 from rlbatch.records import EXPERT_DTYPES
 
@@ -73,13 +73,9 @@ def routing_start(
     if type(start) is int and start == counted and 0 <= start <= num_prompt:
         return start
     said = "no request at hand" if request is None else f"routed_experts_prompt_start {_shown(asked)}"
-    raise ReplyError.of(
-        finding(
-            "routed-experts-mismatch",
-            expected=f"a row for each of {num_passes} passes from the start on",
-            found=f"{label}: {num_rows} rows for {num_prompt} + {num_completion} tokens; {said}",
-        )
-    )
+    expected = f"a row for each of {num_passes} passes from the start on"
+    found = f"{label}: {num_rows} rows for {num_prompt} + {num_completion} tokens; {said}"
+    raise refusal("routed-experts-mismatch", expected, found)
 
 
 def base64_bytes(value: object, *, label: str, expected: str) -> bytes:
@@ -98,7 +94,7 @@ def base64_bytes(value: object, *, label: str, expected: str) -> bytes:
             return binascii.a2b_base64(value.encode("ascii"), strict_mode=True)
         except (binascii.Error, UnicodeEncodeError):
             pass
-    raise ReplyError.of(finding("routed-experts-malformed", expected=expected, found=f"{label}: {found}"))
+    raise refusal("routed-experts-malformed", expected, f"{label}: {found}")
 
 
 def _decode(value: object, label: str) -> NDArray[np.integer]:
@@ -123,4 +119,4 @@ def _shown(asked: object) -> str:
 
 
 def _malformed(label: str, found: str) -> ReplyError:
-    return ReplyError.of(finding("routed-experts-malformed", expected=_WANTED, found=f"{label}: {found}"))
+    return refusal("routed-experts-malformed", _WANTED, f"{label}: {found}")

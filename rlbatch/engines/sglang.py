@@ -9,13 +9,16 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from rlbatch.engines.agreement import check_cached, check_text, refusal, sent_prompts
+from rlbatch.engines.agreement import check_text, sent_prompts
 from rlbatch.engines.body import chunk_refusal
 from rlbatch.engines.output import EngineOutput
+from rlbatch.engines.parts import version_spans
+from rlbatch.engines.refusals import refusal
 from rlbatch.engines.request import asks_for
 from rlbatch.engines.sglang_reply import Finish, Meta, Reply, Row, decode_replies
 from rlbatch.engines.sglang_request import request_contradictions, request_prompts
 from rlbatch.engines.sglang_routing import read_flat_routing
+from rlbatch.engines.usage import check_cached, check_count
 from rlbatch.errors import ReplyError
 from rlbatch.records import Provenance, Usage, VersionSpan
 
@@ -162,19 +165,11 @@ def _prompt_ids(label: str, reply: Reply, asked: Sequence[int] | None) -> Sequen
 def _check_counts(
     label: str, meta: Meta, ids: Sequence[int], rows: list[Row] | None, prompt: Sequence[int] | None
 ) -> None:
-    counted = {
-        "completion_tokens": (meta.completion_tokens, len(ids)),
-        "output_token_logprobs_length": (
-            meta.output_token_logprobs_length,
-            None if rows is None else len(rows),
-        ),
-        "prompt_tokens": (meta.prompt_tokens, None if prompt is None else len(prompt)),
-    }
-    for name, (said, num) in counted.items():
-        if said is not None and num is not None and said != num:
-            found = f"{label}: {name} is {said}, the list has {num}"
-            raise refusal("usage-mismatch", f"meta_info.{name} equal to the list it counts", found)
+    check_count(label, "completion_tokens", meta.completion_tokens, len(ids))
+    if rows is not None:
+        check_count(label, "output_token_logprobs_length", meta.output_token_logprobs_length, len(rows))
     if prompt is not None:
+        check_count(label, "prompt_tokens", meta.prompt_tokens, len(prompt))
         check_cached(label, meta.cached_tokens, len(prompt))
 
 
@@ -206,10 +201,7 @@ def _spans(label: str, meta: Meta, *, num_ids: int) -> tuple[VersionSpan, ...]:
         if meta.weight_version is not None and str(meta.weight_version) not in labels:
             found = f"{label}: the label of weight_version is none of {len(labels)} spans"
             raise refusal("statement-contradicted", "weight_version among the spans' labels", found)
-        return tuple(
-            VersionSpan(label=str(span.version), start=span.start, stop=span.end)
-            for span in meta.weight_versions
-        )
+        return version_spans(meta.weight_versions)
     if meta.weight_version is None:
         return ()
     return (VersionSpan(label=str(meta.weight_version), start=0, stop=num_ids),)

@@ -13,8 +13,9 @@ from collections.abc import Mapping
 
 import msgspec
 
-from rlbatch.catalogue import finding
 from rlbatch.engines.body import MAX_REPLY_BYTES, TokenId
+from rlbatch.engines.parts import Span
+from rlbatch.engines.refusals import refusal
 from rlbatch.errors import ReplyError
 
 WANTED = "a reply of SGLang's /generate: an object with meta_info, or a list of them"
@@ -34,14 +35,6 @@ class Finish(msgspec.Struct, gc=False):
     type: str
     matched: int | str | None = None
     """The stop token's id, or the stop string."""
-
-
-class Span(msgspec.Struct, gc=False):
-    """Half-open span of sampled tokens drawn by one version of the weights."""
-
-    version: str | int
-    start: int
-    end: int
 
 
 class Meta(msgspec.Struct, gc=False):
@@ -114,7 +107,7 @@ def _refusal(payload: object, complaint: str) -> ReplyError:
         body = None
     if isinstance(body, Mapping) and (body.get("error") is not None or body.get("object") == "error"):
         key = "error" if body.get("error") is not None else "object"
-        return ReplyError.of(finding("reply-error-body", expected=WANTED, found=f"an error body (`{key}`)"))
+        return refusal("reply-error-body", WANTED, f"an error body (`{key}`)")
     return _malformed(complaint)
 
 
@@ -123,4 +116,4 @@ def _malformed(complaint: str) -> ReplyError:
     code = (
         "logprob-not-finite" if "out of range" in complaint and "logprobs" in complaint else "reply-malformed"
     )
-    return ReplyError.of(finding(code, expected=WANTED, found=complaint))
+    return refusal(code, WANTED, complaint)

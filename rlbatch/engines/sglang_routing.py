@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from rlbatch.engines.agreement import refusal
+from rlbatch.engines.refusals import refusal
 from rlbatch.engines.routing import base64_bytes, routing_start
 from rlbatch.errors import ReplyError
 

@@ -8,10 +8,13 @@ tokens must repeat the same ones. What the whole reply says is judged in `rlbatc
 from collections.abc import Mapping
 from typing import Generic, Literal, TypeVar
 
-from rlbatch.catalogue import finding
+import msgspec
+
 from rlbatch.engines.output import EngineOutput
+from rlbatch.engines.parts import Span
+from rlbatch.engines.refusals import refusal
 from rlbatch.engines.sglang import outputs_of
-from rlbatch.engines.sglang_reply import Meta, Reply, Row, Span, decode_replies
+from rlbatch.engines.sglang_reply import Meta, Reply, Row, decode_replies
 from rlbatch.errors import ReplyError
 from rlbatch.records import Provenance
 
@@ -35,7 +38,7 @@ class SglangStream:
             ReplyError: reply-malformed, reply-error-body, stream-disordered or statement-contradicted.
         """
         if chunk.lstrip().startswith(b"["):
-            raise _refusal("reply-malformed", "one completion in a chunk", "a list")
+            raise refusal("reply-malformed", "one completion in a chunk", "a list")
         (reply,) = decode_replies(chunk)
         index = 0 if reply.index is None else reply.index
         self._parts.setdefault(index, _Part(f"choice {index}")).add(reply)
@@ -47,11 +50,11 @@ class SglangStream:
             ReplyError: stream-truncated, and all that `rlbatch.engines.sglang.read_reply` raises.
         """
         if not self._parts:
-            raise _refusal("stream-truncated", "at least one chunk", "none")
+            raise refusal("stream-truncated", "at least one chunk", "none")
         ordered = sorted(self._parts)
         if ordered != list(range(len(ordered))):
             found = f"{len(ordered)} indices, the last {ordered[-1]}"
-            raise _refusal("stream-disordered", f"completions 0 to {len(ordered) - 1}, each", found)
+            raise refusal("stream-disordered", f"completions 0 to {len(ordered) - 1}, each", found)
         return outputs_of([self._parts[index].whole() for index in ordered], self._request, self._provenance)
 
 
@@ -135,33 +138,45 @@ class _Part:
         """The reply as it would have come whole."""
         last = self._last
         if last is None or last.meta_info.finish_reason is None:
-            raise _refusal("stream-truncated", "a finish_reason", f"{self._label} ends without one")
-        meta = last.meta_info
+            raise refusal("stream-truncated", "a finish_reason", f"{self._label} ends without one")
         way = self._ids.way or self._rows.way
+        # What the last chunk says of the whole is kept as it is; only lists have to be put together.
+        meta = msgspec.structs.replace(
+            last.meta_info,
+            output_token_logprobs=self._rows.items,
+            output_top_logprobs=self._tops.items,
+            input_token_logprobs=self._input_rows,
+            weight_versions=self._versions(last.meta_info.weight_versions),
+            routed_experts=self._routing,
+        )
         return Reply(
             output_ids=self._ids.items,
             prompt_token_ids=self._prompt_ids,
             text="".join(self._texts) if way == "the new ones" else self._texts[-1] if self._texts else None,
-            meta_info=Meta(
-                id=meta.id,
-                finish_reason=meta.finish_reason,
-                prompt_tokens=meta.prompt_tokens,
-                completion_tokens=meta.completion_tokens,
-                output_token_logprobs=self._rows.items,
-                output_token_logprobs_length=meta.output_token_logprobs_length,
-                output_top_logprobs=self._tops.items,
-                input_token_logprobs=self._input_rows,
-                weight_versions=meta.weight_versions or self._spans or None,
-                routed_experts=self._routing,
-            ),
+            meta_info=meta,
         )
+
+    def _versions(self, said: list[Span] | None) -> list[Span] | None:
+        """The reply's own spans, which hold every version that a chunk names; else those of the chunks."""
+        if said is None:
+            return self._spans or None
+        labels = {str(span.version) for span in said}
+        others = [span for span in self._spans if str(span.version) not in labels]
+        if others:
+            found = (
+                f"{self._label}: none of {len(said)} spans has the label of token {others[0].start}'s chunk"
+            )
+            raise refusal(
+                "statement-contradicted", "weight_version of each chunk among the spans' labels", found
+            )
+        return said
 
     def _counts(self, meta: Meta) -> tuple[int, int]:
         """Tokens and logprobs so far, as the chunk says; each count serves for both where it is alone."""
         said = [n for n in (meta.completion_tokens, meta.output_token_logprobs_length) if n is not None]
         if not said:
             found = f"{self._label}: neither completion_tokens nor output_token_logprobs_length"
-            raise _refusal("reply-malformed", "a running count in every chunk", found)
+            raise refusal("reply-malformed", "a running count in every chunk", found)
         return said[0], said[-1]
 
     def _check_order(self, meta: Meta, num_tokens: int) -> None:
@@ -187,13 +202,9 @@ class _Part:
 def _same(name: str, held: list[Item] | None, new: list[Item] | None) -> list[Item] | None:
     """What is said once or repeated; a repetition says the same."""
     if held is not None and new is not None and held != new:
-        raise _refusal("statement-contradicted", f"{name} that stay as they were", "others in a later chunk")
+        raise refusal("statement-contradicted", f"{name} that stay as they were", "others in a later chunk")
     return held if new is None else new
 
 
 def _disordered(expected: str, found: str) -> ReplyError:
-    return _refusal("stream-disordered", expected, found)
-
-
-def _refusal(code: str, expected: str, found: str) -> ReplyError:
-    return ReplyError.of(finding(code, expected=expected, found=found))
+    return refusal("stream-disordered", expected, found)

@@ -1,19 +1,24 @@
 """Server-sent events out of a byte stream that arrives in pieces of any size.
 
 Splits, and nothing else: a piece may end within a character, a line or an event. Comments and the fields `id`
-and `retry` are dropped, as the format says. Knows nothing of what the events hold.
+and `retry` are dropped, as the format says, and so is a byte order mark at the start. A body that is JSON, as
+a server answers a request that it refuses, is named for what it is. Knows nothing of what the events hold.
 """
 
 from itertools import repeat
 from typing import TypeAlias
 
-from rlbatch.catalogue import finding
-from rlbatch.engines.body import MAX_REPLY_BYTES
-from rlbatch.errors import ReplyError
+from rlbatch.engines.body import MAX_REPLY_BYTES, no_reply
+from rlbatch.engines.refusals import refusal
+from rlbatch.errors import RecordError, ReplyError
 
 _END = b"\n\n"
 _DATA = b"data: "
 _NEXT_DATA = _END + _DATA
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+_JSON_STARTS = (b"{", b"[")
+"""No line of a stream begins with these."""
 
 
 Event: TypeAlias = tuple[str, bytes]
@@ -27,14 +32,17 @@ class EventSplitter:
         self._buffer = bytearray()
         self._size = 0
         self._ends_in_return = False
+        self._started = False
 
     def feed(self, piece: bytes | str) -> list[Event]:
         """The events that this piece completes.
 
         Raises:
-            ReplyError: reply-malformed, text that is not UTF-8, or a stream above `MAX_REPLY_BYTES`.
+            ReplyError: reply-malformed: a body of JSON, text that is not UTF-8, or more than
+                `MAX_REPLY_BYTES`; reply-error-body.
+            RecordError: the piece is neither bytes nor text.
         """
-        raw = _encode(piece) if isinstance(piece, str) else bytes(piece)
+        raw = _raw(piece)
         self._size += len(raw)
         if self._size > MAX_REPLY_BYTES:
             raise _malformed(f"a stream of at most {MAX_REPLY_BYTES:,} bytes", "a longer one")
@@ -47,12 +55,26 @@ class EventSplitter:
             return []
         blocks = bytes(self._buffer[:end])
         del self._buffer[: end + len(_END)]
+        if not self._started:
+            self._started = True
+            blocks = blocks.removeprefix(_BYTE_ORDER_MARK)
         return _events(blocks)
 
-    @property
-    def rest(self) -> bytes:
-        """What came after the last whole event: part of one, unless only its line end is missing."""
-        return bytes(self._buffer).strip(b"\n")
+    def rest(self) -> bytes | None:
+        """The data of the last event, where only its line ends are missing; None where nothing is left.
+
+        Of part of an event it is part of the data, or empty.
+
+        Raises:
+            ReplyError: reply-malformed or reply-error-body, a body of JSON.
+        """
+        left = bytes(self._buffer).strip(b"\n")
+        if not self._started:
+            left = left.removeprefix(_BYTE_ORDER_MARK)
+        if left.lstrip().startswith(_JSON_STARTS):
+            raise _json_body(left)
+        name, _, data = left.partition(b":")
+        return (data.removeprefix(b" ") if name == b"data" else b"") if left else None
 
     def _one_kind_of_line_end(self, raw: bytes) -> bytes:
         if self._ends_in_return and raw.startswith(b"\n"):
@@ -83,17 +105,28 @@ def _event(block: bytes) -> Event | None:
             data.append(value)
         elif field == b"event":
             name = value
+        elif block.lstrip().startswith(_JSON_STARTS):
+            raise _json_body(block)
         elif field not in (b"", b"id", b"retry"):
             raise _malformed("lines that begin with data, event, id, retry or a colon", "another line")
     return (name.decode("utf-8", "replace"), b"\n".join(data)) if data or name else None
 
 
-def _encode(text: str) -> bytes:
+def _raw(piece: object) -> bytes:
+    if isinstance(piece, (bytes, bytearray, memoryview)):
+        return bytes(piece)
+    if not isinstance(piece, str):
+        raise RecordError(f"piece: expected bytes or text of the stream, found {type(piece).__name__}")
     try:
-        return text.encode()
+        return piece.encode()
     except UnicodeEncodeError:
         raise _malformed("text that UTF-8 can hold", "text with lone surrogates") from None
 
 
+def _json_body(raw: bytes) -> ReplyError:
+    complaint = "a body of JSON: a reply that came whole is for parse_response"
+    return no_reply(raw, complaint=complaint, streamed=True)
+
+
 def _malformed(expected: str, found: str) -> ReplyError:
-    return ReplyError.of(finding("reply-malformed", expected=expected, found=found))
+    return refusal("reply-malformed", expected, found)

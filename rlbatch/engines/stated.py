@@ -12,10 +12,10 @@ from rlbatch.errors import Finding, RecordError, ReplyError
 from rlbatch.records import Provenance
 
 
-def check_statement(
-    caller: str, engine: str, engines: Collection[str], request: object, provenance: object
-) -> None:
-    """Refuse an unknown engine, a provenance of another one, and arguments of other types.
+def stated_engine(
+    caller: str, engine: str | None, engines: Collection[str], request: object, provenance: object
+) -> str:
+    """The engine whose reply it is: the provenance's, which one that is stated beside it must not deny.
 
     Raises:
         ReplyError: route-unsupported or statement-contradicted.
@@ -25,10 +25,12 @@ def check_statement(
         raise RecordError(f"{caller}: expected a Provenance, found {type(provenance).__name__}")
     if request is not None and not isinstance(request, Mapping):
         raise RecordError(f"{caller}: expected the request's object, found {type(request).__name__}")
-    if engine not in engines:
-        raise ReplyError.of(_unknown_engine(engine, engines))
-    if provenance.engine.casefold() != engine:
-        raise ReplyError.of(_other_engine(engine, provenance))
+    named = provenance.engine.casefold() if engine is None else engine
+    if named not in engines:
+        raise ReplyError.of(_unknown_engine(named, engines))
+    if provenance.engine.casefold() != named:
+        raise ReplyError.of(_other_engine(named, provenance))
+    return named
 
 
 @contextmanager
@@ -60,7 +62,7 @@ def _unknown_engine(engine: str, engines: Collection[str]) -> Finding:
         expected=f"an engine that this release reads: {', '.join(sorted(engines))}",
         found=f"engine {engine!r}",
         likely="a misspelt name, or an engine that is not supported yet",
-        fix="pass engine= one of these names",
+        fix="name one of these in Provenance(engine=...)",
     )
 
 

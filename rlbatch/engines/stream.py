@@ -9,13 +9,13 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Protocol
 
-from rlbatch.catalogue import finding
 from rlbatch.engines.body import error_refusal
 from rlbatch.engines.fireworks_stream import FireworksStream
 from rlbatch.engines.output import EngineOutput, to_turn
+from rlbatch.engines.refusals import refusal
 from rlbatch.engines.sglang_stream import SglangStream
 from rlbatch.engines.sse import Event, EventSplitter
-from rlbatch.engines.stated import check_statement, with_request_id
+from rlbatch.engines.stated import stated_engine, with_request_id
 from rlbatch.engines.vllm_stream import VllmStream
 from rlbatch.errors import RecordError, ReplyError
 from rlbatch.records import Provenance, Turn
@@ -50,7 +50,7 @@ class ResponseAssembler:
     def __init__(
         self,
         *,
-        engine: str = "vllm",
+        engine: str | None = None,
         request: Mapping[str, object] | None = None,
         provenance: Provenance,
         request_id: str | None = None,
@@ -58,7 +58,7 @@ class ResponseAssembler:
         """Begin.
 
         Args:
-            engine: a name in `STREAMS`.
+            engine: a name in `STREAMS`; None takes the provenance's.
             request: the body of the request that was sent, where it is at hand.
             provenance: how the logprobs came to be, which no reply says.
             request_id: the caller's own name for the request, which errors then show.
@@ -67,8 +67,8 @@ class ResponseAssembler:
             ReplyError: route-unsupported (an engine without streams here), statement-contradicted.
             RecordError: `provenance` or `request` is of another type.
         """
-        check_statement("ResponseAssembler", engine, STREAMS.keys(), request, provenance)
-        self._stream = STREAMS[engine](request, provenance)
+        named = stated_engine("ResponseAssembler", engine, STREAMS.keys(), request, provenance)
+        self._stream = STREAMS[named](request, provenance)
         self._provenance = provenance
         self._request_id = request_id
         self._events = EventSplitter()
@@ -82,6 +82,7 @@ class ResponseAssembler:
         Raises:
             ReplyError: what has come so far cannot become exact tokens with exact logprobs. The reply is
                 lost: every later call raises the same.
+            RecordError: the piece is neither bytes nor text, or comes after `finish`.
         """
         self._require_open()
         with with_request_id(self._request_id, self._refuse):
@@ -97,15 +98,16 @@ class ResponseAssembler:
 
         Raises:
             ReplyError: stream-truncated where the end is missing; else as `parse_response`.
+            RecordError: as `parse_response`.
         """
         if self._turns is not None:
             return list(self._turns)
         self._require_open()
         with with_request_id(self._request_id, self._refuse):
-            rest = self._events.rest
-            if rest == b"data: " + DONE:
+            rest = self._events.rest()
+            if rest == DONE:
                 self._take(("", DONE))
-            elif rest:
+            elif rest is not None:
                 raise _truncated("it ends within an event")
             if not self._done:
                 raise _truncated("no `[DONE]` at its end")
@@ -119,9 +121,7 @@ class ResponseAssembler:
         if name == "error":
             raise error_refusal(data)
         if self._done:
-            raise ReplyError.of(
-                finding("stream-disordered", expected="nothing after `[DONE]`", found="another event")
-            )
+            raise refusal("stream-disordered", "nothing after `[DONE]`", "another event")
         if data == DONE:
             self._done = True
         else:
@@ -138,4 +138,4 @@ class ResponseAssembler:
 
 
 def _truncated(found: str) -> ReplyError:
-    return ReplyError.of(finding("stream-truncated", expected="a stream with its end", found=found))
+    return refusal("stream-truncated", "a stream with its end", found)

@@ -10,19 +10,19 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from rlbatch.engines.agreement import check_cached, sent_prompts
-from rlbatch.engines.agreement import refusal as refuse
-from rlbatch.engines.body import chunk_refusal, decode, refusal
+from rlbatch.engines.agreement import in_order, sent_prompts
+from rlbatch.engines.body import chunk_refusal, decode, no_reply
 from rlbatch.engines.output import EngineOutput
+from rlbatch.engines.parts import text_of, version_spans
+from rlbatch.engines.refusals import refusal
 from rlbatch.engines.request import Prompts, Route, asks_for, contradictions, read_prompts, routing_request
 from rlbatch.engines.routing import read_routing, routing_start
+from rlbatch.engines.usage import check_usage
 from rlbatch.engines.vllm_object import body_of, is_request_output
-from rlbatch.engines.vllm_reply import Body, Choice, Counts, UnreadBody, route_of, spans_of, text_of
+from rlbatch.engines.vllm_reply import Body, Choice, UnreadBody, route_of
 from rlbatch.engines.vllm_rows import Rows, rows_of
 from rlbatch.errors import ReplyError
 from rlbatch.records import Provenance, Usage
-
-MAX_INDICES_SHOWN = 8
 
 
 def read_reply(
@@ -40,7 +40,7 @@ def read_reply(
     body = decode(payload, Body if isinstance(payload, Mapping) else UnreadBody)
     route = route_of(body)
     if body.choices is None or body.error is not None or route is None:
-        raise refusal(payload, complaint="an object that has no `choices`, or an unknown `object`")
+        raise no_reply(payload, complaint="an object that has no `choices`, or an unknown `object`")
     _check_whole(body, body.choices, request)
     return outputs_of(body, route, request, provenance)
 
@@ -52,7 +52,7 @@ def outputs_of(
     found = contradictions(request, route, provenance)
     if found:
         raise ReplyError.of(*found)
-    choices = _in_order(body.choices or [])
+    choices = in_order(body.choices or [])
     prompts = read_prompts(request, route)
     prompt_ids = _prompt_ids(body, choices, prompts)
     rows = [
@@ -71,7 +71,7 @@ def outputs_of(
     ]
     num_unasked = sum(each.num_unasked for each in rows)
     num_prompts = prompts.count if route == "completions" else 1
-    _check_usage(body.usage, outputs, num_prompts=num_prompts, num_unasked=num_unasked)
+    check_usage(body.usage, outputs, num_prompts=num_prompts, num_unasked=num_unasked)
     return outputs
 
 
@@ -97,10 +97,10 @@ def _output(
         logprobs=rows.logprobs,
         finish_reason=choice.finish_reason,
         stop_reason=choice.stop_reason,
-        policy_versions=spans_of(choice),
+        policy_versions=version_spans(choice.weight_versions),
         usage=usage,
         # An echoed text may begin with the prompt's.
-        text=None if rows.echoed and choice.token_ids is None else text_of(choice),
+        text=None if rows.echoed and choice.token_ids is None else text_of(choice.text, choice.message),
         request_id=body.id if body.request_id is None else body.request_id,
         routed_experts=experts,
         routed_experts_start=start,
@@ -139,16 +139,6 @@ def _check_whole(body: Body, choices: Sequence[Choice], request: Mapping[str, ob
             raise chunk_refusal(f"{choice.label} has no finish_reason, as in a chunk")
 
 
-def _in_order(choices: Sequence[Choice]) -> list[Choice]:
-    ordered = sorted(choices, key=lambda choice: choice.index)
-    if not ordered:
-        raise refuse("reply-malformed", "at least one choice", "an empty list of choices")
-    if [choice.index for choice in ordered] != list(range(len(ordered))):
-        shown = ", ".join(str(choice.index) for choice in ordered[:MAX_INDICES_SHOWN])
-        raise refuse("reply-malformed", f"choices 0 to {len(ordered) - 1}, each once", f"indices {shown}")
-    return ordered
-
-
 def _prompt_ids(body: Body, choices: list[Choice], prompts: Prompts) -> list[Sequence[int] | None]:
     """For each choice the reply's ids of its prompt, else the request's; all that are said must agree."""
     sent = sent_prompts(len(choices), prompts)
@@ -167,37 +157,8 @@ def _prompt_contradiction(
 ) -> ReplyError:
     at = next((at for at, (a, b) in enumerate(zip(said, other, strict=False)) if a != b), None)
     where = "one is the beginning of the other" if at is None else f"they differ first at token {at}"
-    return refuse(
+    return refusal(
         "statement-contradicted",
         "the same ids of the prompt in reply and request",
         f"{choice.label}: {len(said)} ids in the reply, {len(other)} in the {place}; {where}",
     )
-
-
-def _check_usage(
-    usage: Counts | None, outputs: list[EngineOutput], *, num_prompts: int | None, num_unasked: int
-) -> None:
-    """Counts of the reply against its lists; `num_prompts` None where only the sum over choices is known."""
-    if usage is None or any(_uneven(output) for output in outputs):
-        # Lists of unequal lengths are refused by `to_turn`, which has more to say.
-        return
-    num_ids = sum(len(output.completion_token_ids or ()) for output in outputs) + num_unasked
-    _check_count("completion_tokens", usage.completion_tokens, num_ids)
-    if len(outputs) == 1:
-        num_prompts = 1
-    if num_prompts and all(output.prompt_token_ids is not None for output in outputs):
-        firsts = outputs[:: len(outputs) // num_prompts]
-        num_prompt_ids = sum(len(output.prompt_token_ids or ()) for output in firsts)
-        _check_count("prompt_tokens", usage.prompt_tokens, num_prompt_ids)
-        _check_count("total_tokens", usage.total_tokens, num_prompt_ids + num_ids)
-        check_cached("the reply", usage.cached_tokens, num_prompt_ids)
-
-
-def _uneven(output: EngineOutput) -> bool:
-    return len(output.completion_token_ids or ()) != len(output.logprobs or ())
-
-
-def _check_count(name: str, said: int | None, counted: int) -> None:
-    if said is not None and said != counted:
-        expected = f"usage.{name} equal to the number of ids"
-        raise refuse("usage-mismatch", expected, f"{name} is {said}, the lists have {counted} ids")

@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from rlbatch.engines.agreement import refusal
+from rlbatch.engines.refusals import refusal
 from rlbatch.engines.vllm_reply import TOKEN_ID_PREFIX, Choice, Entry, Logprobs, TopLogprobs
 from rlbatch.errors import ReplyError
 

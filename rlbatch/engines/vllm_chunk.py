@@ -15,7 +15,9 @@ from typing import Literal
 import msgspec
 
 from rlbatch.engines.body import TokenId
-from rlbatch.engines.vllm_reply import Counts, Logprobs, Message, Span, TopLogprobs
+from rlbatch.engines.parts import Message, Span
+from rlbatch.engines.usage import Counts
+from rlbatch.engines.vllm_reply import Logprobs, TopLogprobs
 
 
 class ChunkLogprobs(Logprobs, gc=False):

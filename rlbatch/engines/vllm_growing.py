@@ -3,10 +3,11 @@
 Holds what was said; that it was said rightly is for the stream to judge.
 """
 
-from rlbatch.engines.agreement import refusal as refuse
+from rlbatch.engines.parts import Message
+from rlbatch.engines.refusals import refusal
 from rlbatch.engines.request import Route
 from rlbatch.engines.vllm_chunk import ChunkChoice
-from rlbatch.engines.vllm_reply import Choice, Entry, Logprobs, Message
+from rlbatch.engines.vllm_reply import Choice, Entry, Logprobs
 
 
 class Growing:
@@ -48,15 +49,15 @@ def whole(index: int, state: Growing, route: Route) -> Choice:
     """The choice as a whole reply would have it."""
     last = state.finished
     if last is None:
-        raise refuse(
+        raise refusal(
             "stream-truncated",
             "a finish_reason for every choice",
             f"choice {index}: none, after {len(state.ids)} ids",
         )
     if state.without_ids and state.ids:
-        raise refuse("ids-missing", "ids in every chunk", f"choice {index}: some chunks have none")
+        raise refusal("ids-missing", "ids in every chunk", f"choice {index}: some chunks have none")
     if state.without_logprobs and state.values:
-        raise refuse("logprobs-missing", "logprobs in every chunk", f"choice {index}: some chunks have none")
+        raise refusal("logprobs-missing", "logprobs in every chunk", f"choice {index}: some chunks have none")
     logprobs = None
     if not state.without_logprobs:
         logprobs = Logprobs(content=state.entries)

@@ -10,9 +10,10 @@ from typing import Any, Protocol, TypeGuard
 
 import msgspec
 
-from rlbatch.catalogue import finding
 from rlbatch.engines.body import TokenId
-from rlbatch.engines.vllm_reply import Body, Choice, Entry, Logprobs, PromptLogprobs, Ranked, Span
+from rlbatch.engines.parts import Span
+from rlbatch.engines.refusals import refusal
+from rlbatch.engines.vllm_reply import Body, Choice, Entry, Logprobs, PromptLogprobs, Ranked
 from rlbatch.errors import ReplyError
 
 SUM_TOLERANCE = 1e-6
@@ -64,14 +65,12 @@ def _choice(each: Any) -> Choice:  # noqa: ANN401
     finish_reason = msgspec.convert(each.finish_reason, str | None)
     index = msgspec.convert(each.index, int)
     if finish_reason is None:
-        raise ReplyError.of(
-            finding(
-                "route-unsupported",
-                expected="an output that is finished",
-                found=f"choice {index} has no finish_reason",
-                likely="an output of a streaming generator that is not its last",
-                fix="pass the last output, whose lists are whole (output_kind FINAL_ONLY or CUMULATIVE)",
-            )
+        raise refusal(
+            "route-unsupported",
+            "an output that is finished",
+            f"choice {index} has no finish_reason",
+            likely="an output of a streaming generator that is not its last",
+            fix="pass the last output, whose lists are whole (output_kind FINAL_ONLY or CUMULATIVE)",
         )
     ids = _ids(each.token_ids)
     entries = _entries(ids or [], each.logprobs, label=f"choice {index}")
@@ -134,10 +133,8 @@ def _check_sum(said: object, entries: Sequence[Entry] | None, *, label: str) -> 
         return
     if not math.isclose(msgspec.convert(said, float), total, rel_tol=SUM_TOLERANCE, abs_tol=SUM_TOLERANCE):
         found = f"{label}: cumulative_logprob is not the sum of {len(values)} logprobs"
-        raise ReplyError.of(
-            finding("statement-contradicted", expected="cumulative_logprob equal to the sum", found=found)
-        )
+        raise refusal("statement-contradicted", "cumulative_logprob equal to the sum", found)
 
 
 def _malformed(found: str) -> ReplyError:
-    return ReplyError.of(finding("reply-malformed", expected="vLLM's RequestOutput", found=found))
+    return refusal("reply-malformed", "vLLM's RequestOutput", found)

@@ -15,8 +15,9 @@ from collections.abc import Sequence
 import msgspec
 
 from rlbatch.engines.body import TokenId
+from rlbatch.engines.parts import Message, Span
 from rlbatch.engines.request import Route
-from rlbatch.records import VersionSpan
+from rlbatch.engines.usage import Counts
 
 TOKEN_ID_PREFIX = "token_id:"
 """With return_tokens_as_token_ids a token's string is this and its id."""
@@ -59,29 +60,6 @@ class Logprobs(msgspec.Struct, gc=False):
     top_logprobs: TopLogprobs | msgspec.Raw | None = None
 
 
-class Message(msgspec.Struct, gc=False):
-    """What chat's parsers made of the decoded text; whole, or what a chunk adds."""
-
-    role: str | None = None
-    content: str | None = None
-    reasoning: str | None = None
-    reasoning_content: str | None = None
-    tool_calls: list[object] | None = None
-
-    @property
-    def parsed(self) -> bool:
-        """A parser took something out of the text."""
-        return bool(self.tool_calls) or self.reasoning is not None or self.reasoning_content is not None
-
-
-class Span(msgspec.Struct, gc=False):
-    """Half-open span of sampled tokens drawn by one version of the weights."""
-
-    version: str | int
-    start: int
-    end: int
-
-
 class Choice(msgspec.Struct, gc=False):
     """One completion. Choices run prompt-major: with n a prompt, choice i belongs to prompt i // n."""
 
@@ -113,26 +91,6 @@ class UnreadChoice(Choice, gc=False):
     """Of JSON."""
 
     logprobs: UnreadLogprobs | None = None
-
-
-class PromptDetails(msgspec.Struct, gc=False):
-    """What `usage` says of the prompt's tokens."""
-
-    cached_tokens: int | None = None
-
-
-class Counts(msgspec.Struct, gc=False):
-    """The reply's `usage`: the completion's tokens summed over choices, each prompt's counted once."""
-
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-    total_tokens: int | None = None
-    prompt_tokens_details: PromptDetails | None = None
-
-    @property
-    def cached_tokens(self) -> int | None:
-        """Tokens of the prompt that came from a cache; None where unsaid."""
-        return None if self.prompt_tokens_details is None else self.prompt_tokens_details.cached_tokens
 
 
 class Body(msgspec.Struct, gc=False):
@@ -198,20 +156,6 @@ def spelt_ids_of(logprobs: Logprobs | None) -> list[int | None]:
     if not all(token.startswith(TOKEN_ID_PREFIX) for token in tokens):
         return []
     return [_number(token.removeprefix(TOKEN_ID_PREFIX)) for token in tokens]
-
-
-def spans_of(choice: Choice) -> tuple[VersionSpan, ...]:
-    """The versions of the weights, as the engine labels them; empty where it says nothing."""
-    spans = choice.weight_versions or ()
-    return tuple(VersionSpan(label=str(span.version), start=span.start, stop=span.end) for span in spans)
-
-
-def text_of(choice: Choice) -> str | None:
-    """The whole decoded text; None where a parser took tool calls or reasoning out of it."""
-    message = choice.message
-    if message is None:
-        return choice.text
-    return None if message.parsed else message.content
 
 
 def _number(digits: str) -> int:

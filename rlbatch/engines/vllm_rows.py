@@ -15,7 +15,9 @@ but three of their fields.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rlbatch.engines.agreement import check_text, refusal
+from rlbatch.engines.agreement import check_text
+from rlbatch.engines.parts import text_of
+from rlbatch.engines.refusals import refusal
 from rlbatch.engines.request import Route, asked_number, asks_for
 from rlbatch.engines.vllm_alternatives import check_alternatives
 from rlbatch.engines.vllm_reply import (
@@ -24,7 +26,6 @@ from rlbatch.engines.vllm_reply import (
     PromptLogprobs,
     logprobs_of,
     spelt_ids_of,
-    text_of,
 )
 from rlbatch.errors import ReplyError
 
@@ -189,7 +190,7 @@ def _ids(choice: Choice, spelt: Sequence[int | None]) -> Sequence[int]:
 
 def _check_text(choice: Choice) -> None:
     """The tokens' strings make the text; strings that spell ids do not say it."""
-    logprobs, text = choice.logprobs, text_of(choice)
+    logprobs, text = choice.logprobs, text_of(choice.text, choice.message)
     if logprobs is None or not text:
         return
     strings = logprobs.tokens or [entry.token for entry in logprobs.content or () if entry.token is not None]

@@ -11,15 +11,16 @@ from collections.abc import Mapping
 
 import msgspec
 
-from rlbatch.engines.agreement import refusal as refuse
-from rlbatch.engines.body import refusal
+from rlbatch.engines.body import no_reply
 from rlbatch.engines.output import EngineOutput
+from rlbatch.engines.refusals import refusal
 from rlbatch.engines.request import Route, asked_number, asks_for
+from rlbatch.engines.usage import Counts
 from rlbatch.engines.vllm import outputs_of
 from rlbatch.engines.vllm_alternatives import all_agree, check_drawn
 from rlbatch.engines.vllm_chunk import Chunk, ChunkChoice, ChunkLogprobs, PlainChunk
 from rlbatch.engines.vllm_growing import Growing, whole
-from rlbatch.engines.vllm_reply import Body, Counts
+from rlbatch.engines.vllm_reply import Body
 from rlbatch.errors import ReplyError
 from rlbatch.records import Provenance
 
@@ -44,9 +45,9 @@ class VllmStream:
             ReplyError: echo-unsupported or statement-contradicted.
         """
         if asks_for(request, "echo"):
-            raise refuse("echo-unsupported", "logprobs of the completion alone", "the request set echo=true")
+            raise refusal("echo-unsupported", "logprobs of the completion alone", "the request set echo=true")
         if request is not None and request.get("stream") is False:
-            raise refuse(
+            raise refusal(
                 "statement-contradicted", "a request with stream=true", "the request set stream=false"
             )
         self._request = request
@@ -75,11 +76,11 @@ class VllmStream:
         try:
             chunk = _DECODER.decode(data)
         except msgspec.ValidationError as error:
-            raise refusal(data, complaint=str(error), streamed=True) from None
+            raise no_reply(data, complaint=str(error), streamed=True) from None
         except (msgspec.DecodeError, RecursionError) as error:
-            raise refuse("reply-malformed", "a chunk of JSON in every event", str(error)) from None
+            raise refusal("reply-malformed", "a chunk of JSON in every event", str(error)) from None
         if chunk.error is not None:
-            raise refusal(data, complaint="a chunk with an error", streamed=True)
+            raise no_reply(data, complaint="a chunk with an error", streamed=True)
         self._check_chunk(chunk)
         if not chunk.choices:
             self._take_usage(chunk)
@@ -127,9 +128,9 @@ class VllmStream:
             ReplyError: stream-truncated, stream-disordered, or as for a whole reply.
         """
         if self._route is None:
-            raise refuse("stream-truncated", "a stream with chunks", "none")
+            raise refusal("stream-truncated", "a stream with chunks", "none")
         if self._unproven is not None and self._usage is None:
-            raise refuse("stream-disordered", "chunks that came once each", self._unproven)
+            raise refusal("stream-disordered", "chunks that came once each", self._unproven)
         body = Body(
             choices=[whole(index, each, self._route) for index, each in self._choices.items()],
             id=self._id,
@@ -144,28 +145,28 @@ class VllmStream:
         if self._route is None:
             route = _ROUTES.get(chunk.kind)
             if route is None or (route == "generate" and chunk.request_id is None):
-                raise refuse("route-unsupported", "chunks of completions, chat or generate", "other chunks")
+                raise refusal("route-unsupported", "chunks of completions, chat or generate", "other chunks")
             self._route, self._kind = route, chunk.kind
             self._id, self._request_id = chunk.id, chunk.request_id
         elif chunk.id != self._id or chunk.request_id != self._request_id or chunk.kind != self._kind:
-            raise refuse("stream-disordered", "chunks of one reply", "a chunk with another id or object")
+            raise refusal("stream-disordered", "chunks of one reply", "a chunk with another id or object")
         if self._usage is not None:
-            raise refuse("stream-disordered", "nothing after the final usage", "another chunk")
+            raise refusal("stream-disordered", "nothing after the final usage", "another chunk")
         if chunk.prompt_token_ids is not None:
             if self._prompt_ids is not None and self._prompt_ids != chunk.prompt_token_ids:
-                raise refuse("statement-contradicted", "one prompt's ids in all chunks", "other ids")
+                raise refusal("statement-contradicted", "one prompt's ids in all chunks", "other ids")
             self._prompt_ids = chunk.prompt_token_ids
 
     def _take_usage(self, chunk: Chunk) -> None:
         if chunk.usage is None:
-            raise refuse("reply-malformed", "choices or usage in every chunk", "a chunk with neither")
+            raise refusal("reply-malformed", "choices or usage in every chunk", "a chunk with neither")
         self._usage = chunk.usage
 
     def _check_running(self, usage: Counts, index: int) -> None:
         counted = len(self._choices[index].ids)
         if usage.completion_tokens is not None and usage.completion_tokens != counted:
             found = f"choice {index}: {usage.completion_tokens} so far, the lists have {counted}"
-            raise refuse("usage-mismatch", "running usage equal to the number of ids", found)
+            raise refusal("usage-mismatch", "running usage equal to the number of ids", found)
 
     def _take(self, choice: ChunkChoice, data: bytes) -> None:
         state = self._choices.get(choice.index)
@@ -202,7 +203,7 @@ def _check_alternatives(choice: ChunkChoice, logprobs: ChunkLogprobs, num_asked:
     said, tokens, values = logprobs.top_logprobs or [], logprobs.tokens, logprobs.token_logprobs or []
     if len(said) != len(values):
         found = f"choice {choice.index}: {len(said)} beside {len(values)} logprobs in one chunk"
-        raise refuse("length-mismatch", "alternatives for each logprob", found)
+        raise refusal("length-mismatch", "alternatives for each logprob", found)
     # Of `tokens` the length is compared where they are taken.
     if tokens is not None and len(tokens) == len(values) and not all_agree(said, tokens, values):
         check_drawn(f"choice {choice.index}", said, tokens, values, num_asked=num_asked)
@@ -243,7 +244,7 @@ def _take_tokens(state: Growing, choice: ChunkChoice, completions: bool) -> int:
     if logprobs is not None:
         entries, values = logprobs.content, logprobs.token_logprobs
         if (entries if completions else values) is not None:
-            raise refuse(
+            raise refusal(
                 "reply-malformed", "logprobs where vLLM has them", f"choice {choice.index}: elsewhere"
             )
     if entries is not None:
@@ -272,8 +273,8 @@ def _take_tokens(state: Growing, choice: ChunkChoice, completions: bool) -> int:
 
 def _uneven(choice: ChunkChoice, num_values: int, num_other: int, other: str) -> ReplyError:
     found = f"choice {choice.index}: {num_values} logprobs for {num_other} {other} in one chunk"
-    return refuse("length-mismatch", "one logprob for each sampled id of every chunk", found)
+    return refusal("length-mismatch", "one logprob for each sampled id of every chunk", found)
 
 
 def _disorder(choice: ChunkChoice, expected: str, found: str) -> ReplyError:
-    return refuse("stream-disordered", expected, f"choice {choice.index}: {found}")
+    return refusal("stream-disordered", expected, f"choice {choice.index}: {found}")

@@ -13,15 +13,13 @@ import numpy as np
 from rlbatch.assemble import prefix_findings
 from rlbatch.catalogue import finding
 from rlbatch.engines.agreement import is_made_of
+from rlbatch.engines.lengths import MIN_PLACEHOLDERS
 from rlbatch.errors import Finding, RecordError, SoundnessError, Where
 from rlbatch.records import Trajectory, Turn
 from rlbatch.records.structure import kind_of
 
 Decode: TypeAlias = Callable[[list[int]], str]
 """Ids to text, such as a tokenizer's `decode`; special tokens may be in it or not."""
-
-MIN_PLACEHOLDERS = 4
-"""Equal ids in a row of a prompt that are taken for the places of an image."""
 
 MAX_EXPANSIONS = 8
 """How often one place may have been expanded to be taken for it."""

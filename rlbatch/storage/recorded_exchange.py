@@ -13,8 +13,8 @@ import msgspec
 
 from rlbatch.catalogue import finding
 from rlbatch.engines import ResponseAssembler, fireworks_request, parse_response, sglang_request
-from rlbatch.engines.body import refusal
-from rlbatch.errors import ReplyError, Where
+from rlbatch.engines.body import no_reply
+from rlbatch.errors import RecordError, ReplyError, Where
 from rlbatch.records import Provenance, Turn
 from rlbatch.storage.statements import ModelIdentity, Statement, provenance_of, sampling_of_request
 
@@ -64,7 +64,7 @@ def provenance_of_exchange(
     owners = [name for name, paths in ENDPOINTS.items() if exchange.endpoint in paths]
     if exchange.sse is None and (not owners or exchange.status not in (None, _HTTP_OK)):
         complaint = f"a body of {exchange.endpoint} with status {exchange.status}"
-        raise refusal(exchange.body, complaint=complaint)
+        raise no_reply(exchange.body, complaint=complaint)
     if not isinstance(exchange.request, Mapping):
         raise _malformed("a wrapper without the request's object", where)
     engine = statement.engine
@@ -85,11 +85,15 @@ def turns_of_exchange(exchange: Exchange, provenance: Provenance) -> list[Turn]:
         ReplyError: as `parse_response` and `ResponseAssembler`.
     """
     request = exchange.request if isinstance(exchange.request, Mapping) else None
-    if exchange.sse is None:
-        return parse_response(exchange.body, engine=provenance.engine, request=request, provenance=provenance)
-    assembler = ResponseAssembler(engine=provenance.engine, request=request, provenance=provenance)
-    assembler.feed(exchange.sse)
-    return assembler.finish()
+    try:
+        if exchange.sse is None:
+            return parse_response(exchange.body, request=request, provenance=provenance)
+        assembler = ResponseAssembler(request=request, provenance=provenance)
+        assembler.feed(exchange.sse)
+        return assembler.finish()
+    except RecordError as error:
+        # The request is part of the file here, not an argument of the caller's.
+        raise _malformed(str(error), Where()) from None
 
 
 _Fields = Callable[[Mapping[str, object], str | None], Mapping[str, object] | None]

@@ -42,7 +42,7 @@ class Statement:
     """
 
     engine: str | None = None
-    """The engine that sampled: `vllm`."""
+    """The engine that sampled: `vllm`, `sglang` or `fireworks`."""
     engine_version: str | None = None
     """Its version, kept for the record."""
     logprobs_mode: LogprobsMode | None = None
