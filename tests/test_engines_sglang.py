@@ -187,7 +187,7 @@ ROWS = "output_token_logprobs"
         ((META, "prompt_tokens"), 5, "usage-mismatch"),
         ((META, "output_top_logprobs", 2, 0, 0), -0.5, "statement-contradicted"),
         ((META, "output_top_logprobs"), [[]], "statement-contradicted"),
-        ((META, "finish_reason", "matched"), 2, "statement-contradicted"),
+        ((META, "finish_reason", "matched"), 2, "finish-mismatch"),
         ((META, "finish_reason"), None, "route-unsupported"),
         ((META, "finish_reason"), "stop", "reply-malformed"),
         ((META, "finish_reason", "type"), "error", "reply-malformed"),

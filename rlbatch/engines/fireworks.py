@@ -15,8 +15,15 @@ from rlbatch.engines.agreement import (
     sent_prompts,
 )
 from rlbatch.engines.body import chunk_refusal, decode, no_reply
+from rlbatch.engines.ending import check_ends
 from rlbatch.engines.fireworks_reply import Body, Choice, Entry, places_of
-from rlbatch.engines.fireworks_request import Echo, echo_of, request_contradictions, request_prompts
+from rlbatch.engines.fireworks_request import (
+    Echo,
+    echo_of,
+    request_contradictions,
+    request_max_tokens,
+    request_prompts,
+)
 from rlbatch.engines.fireworks_routing import read_matrices
 from rlbatch.engines.output import EngineOutput
 from rlbatch.engines.parts import text_of
@@ -34,8 +41,8 @@ def read_reply(
 
     Raises:
         ReplyError: reply-malformed, reply-error-body, route-unsupported (a stream), ids-missing,
-            logprobs-missing, length-mismatch, routing-unreadable, routed-experts-malformed,
-            routed-experts-mismatch or statement-contradicted.
+            logprobs-missing, length-mismatch, usage-mismatch, text-mismatch, routing-unreadable,
+            routed-experts-malformed, routed-experts-mismatch or statement-contradicted.
     """
     body = decode(payload, Body)
     if body.choices is None or body.error is not None:
@@ -60,6 +67,7 @@ def outputs_of(
         for choice, asked in zip(choices, sent, strict=True)
     ]
     check_usage(body.usage, outputs, num_prompts=prompts.count)
+    check_ends(outputs, [request_max_tokens(request)] * len(outputs))
     return outputs
 
 
