@@ -56,7 +56,10 @@ ENTRIES = (
         level="reply",
         severity="error",
         symptom="The logprobs cover the prompt as well as the completion, and nothing says how far.",
-        check="More logprobs than ids by the prompt's length without a null in front, or a streamed echo.",
+        check=(
+            "More logprobs than ids by the prompt's length without a null in front, a streamed echo, or ids "
+            "that begin like the prompt's end where neither request nor usage says that they were sampled."
+        ),
         likely="the request set echo=true",
         fix="send the request without echo, or not streamed",
     ),
