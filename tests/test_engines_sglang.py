@@ -240,6 +240,10 @@ def test_a_number_that_no_double_holds_is_not_finite():
 def test_bodies_that_are_no_reply_are_named():
     assert refused({"error": {"message": "secret prompt"}}).code == "reply-error-body"
     assert "secret" not in str(refused({"object": "error", "message": "secret prompt"}))
+    named = {"error": {"message": "secret prompt", "type": "BadRequestError", "code": 400}}
+    for body in (named, json.dumps(named)):
+        assert "type BadRequestError, code 400" in str(refused(body))
+        assert "secret" not in str(refused(body))
     assert refused([]).code == "reply-malformed"
     assert refused("{").code == "reply-malformed"
     assert refused("\ud800").code == "reply-malformed"
