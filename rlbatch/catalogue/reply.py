@@ -47,7 +47,11 @@ ENTRIES = (
         level="reply",
         severity="error",
         symptom="The chunks of a stream cannot be in the order in which the engine sent them, each once.",
-        check="Ids, offsets, running counts and ends of the chunks are compared with what came before.",
+        check=(
+            "Ids, offsets, running counts and ends of the chunks are compared with what came before. Where "
+            "nothing counts the whole, no run of chunks may come twice in a row, and a choice that ended by "
+            "its length must be that long."
+        ),
         likely="a proxy or a retry repeated, dropped or mixed chunks",
         fix="sample again without what sits between; stream_options.include_usage=true lets counts be proven",
     ),

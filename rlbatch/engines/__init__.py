@@ -44,7 +44,7 @@ def parse_response(
             process; never a recording's wrapper. It is not changed. Streams are for `ResponseAssembler`.
         engine: a name in `ENGINES`; None takes the provenance's.
         request: the body of the request that was sent, where it is at hand. A field that is absent or null
-            contradicts nothing.
+            contradicts nothing. Without it the provenance is taken at its word.
         provenance: how the logprobs came to be, which no reply says.
         request_id: the caller's own name for the request, which errors then show.
 

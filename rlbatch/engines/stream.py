@@ -67,7 +67,8 @@ class ResponseAssembler:
 
         Args:
             engine: a name in `STREAMS`; None takes the provenance's.
-            request: the body of the request that was sent, where it is at hand.
+            request: the body of the request that was sent, where it is at hand. Without it the provenance is
+                taken at its word.
             provenance: how the logprobs came to be, which no reply says.
             request_id: the caller's own name for the request, which errors then show.
 
