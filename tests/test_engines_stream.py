@@ -270,7 +270,7 @@ def test_a_run_of_chunks_that_comes_twice_is_refused_where_nothing_counts_it(sta
     with pytest.raises(ReplyError) as caught:
         read_chat(again)
     assert caught.value.code == "stream-disordered"
-    assert f"{size} in a row like the {size} before" in str(caught.value)
+    assert f"{size} chunk(s) like the {size} just before" in str(caught.value)
     # Counted, it is a model that loops: its logprobs can be the same when they are at their limit.
     assert len(read_chat(counted(again, 4 + size))) == 4 + size
     with pytest.raises(ReplyError) as caught:

@@ -73,7 +73,7 @@ def require_once_each(index: int, state: Growing, *, limit: int | None) -> None:
     repeat = first_repeat(state.marks)
     if state.twice or repeat is not None:
         size = 1 if state.twice or repeat is None else repeat.size
-        found = f"choice {index}: {size} in a row like the {size} before, and no usage to count by"
+        found = f"choice {index}: {size} chunk(s) like the {size} just before, and no usage to count by"
         raise refusal("stream-disordered", "chunks that came once each", found)
     num_ids = max(len(state.ids), len(state.values))
     if last.finish_reason == "length" and limit is not None and num_ids < limit:
