@@ -1,6 +1,6 @@
 """How a completion ended, as reply and request say it, held against its ids.
 
-Fewer ids than were asked for prove nothing: the context may have been full, which no reply says.
+Fewer ids than were asked for prove nothing: a full context or a limit of the server's may have ended them.
 """
 
 from collections.abc import Sequence

@@ -54,8 +54,8 @@ class Growing:
 def require_once_each(index: int, state: Growing, *, limit: int | None) -> None:
     """Refuse what a chunk that was sent twice, or was lost, would look like; for streams that count nothing.
 
-    A model that loops may send equal chunks, and a full context ends a choice before its limit: without a
-    count nobody knows.
+    A model that loops may send equal chunks, and a full context or a limit of the server's ends a choice
+    early: without a count nobody knows.
 
     Args:
         index: the choice's.
@@ -81,7 +81,7 @@ def require_once_each(index: int, state: Growing, *, limit: int | None) -> None:
             "stream-disordered",
             f"{limit} ids of a choice that ended by its length, or usage that counts fewer",
             f"choice {index}: {num_ids} ids, and no usage to count by",
-            likely="a chunk was lost; or the context was full, which without a count cannot be told from it",
+            likely="a chunk was lost; or the context, or a limit of the server's, ended it: only a count tells",
         )
 
 
