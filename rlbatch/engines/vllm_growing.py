@@ -81,7 +81,7 @@ def require_once_each(index: int, state: Growing, *, limit: int | None) -> None:
             "stream-disordered",
             f"{limit} ids of a choice that ended by its length, or usage that counts fewer",
             f"choice {index}: {num_ids} ids, and no usage to count by",
-            likely="a chunk was lost; or the context, or a limit of the server's, ended it: only a count tells",
+            likely="a chunk was lost; or the context or a limit of the server's ended it: only a count tells",
         )
 
 
