@@ -292,7 +292,7 @@ def test_an_echo_that_nobody_asked_for_or_that_is_another_prompt_is_refused():
     for body in (fireworks_echo(2), fireworks_echo()):
         assert refused(body, fireworks_request()).code == "usage-mismatch"
         del body["usage"]
-        assert refused(body, fireworks_request()).code == "logprob-missing"
+        assert refused(body, fireworks_request(max_tokens=9)).code == "logprob-missing"
     assert refused(fireworks_reply(), fireworks_request(echo=True)).code == "statement-contradicted"
     assert refused(fireworks_echo(2), fireworks_request(echo=True)).code == "statement-contradicted"
     body = fireworks_echo(2)
@@ -300,6 +300,42 @@ def test_an_echo_that_nobody_asked_for_or_that_is_another_prompt_is_refused():
     error = refused(body, fireworks_request(echo=True, echo_last=2))
     assert error.code == "length-mismatch"
     assert "5 logprobs for 7 ids, 2 of them echoed" in str(error)
+
+
+def test_a_text_that_begins_with_the_prompts_is_not_kept_as_the_completions():
+    assert parse(fireworks_echo(), fireworks_request(echo=True))[0].text is None
+    assert parse(fireworks_reply(), fireworks_request())[0].text == " Chen starts with 12"
+
+
+def without_nulls(body: dict[str, Any]) -> dict[str, Any]:
+    """Every row with a logprob, as an echo of the prompt's end has them."""
+    for row in choice_of(body)["logprobs"]["content"]:
+        row |= {"logprob": -1.0, "sampling_logprob": -1.0, "top_logprobs": []}
+    return body
+
+
+@pytest.mark.parametrize(("last", "num"), [(None, 4), (2, 2), (1, 1)])
+def test_without_its_request_an_echo_is_never_taken_for_sampled_tokens(last, num):
+    body = without_nulls(fireworks_echo(last))
+    for usage in (body["usage"], {"prompt_tokens": 4}, None):
+        body["usage"] = usage
+        error = refused(body)
+        assert error.code == "echo-unsupported"
+        assert f"the first {num} ids are the last {num} of the prompt" in str(error)
+    sent = {"echo": True} if last is None else {"echo_last": last}
+    assert parse(body, fireworks_request(**sent))[0].completion_token_ids.tolist() == IDS
+
+
+def test_sampled_tokens_that_are_like_the_prompts_end_pass_where_request_or_usage_counts_them():
+    body = without_nulls(fireworks_echo(1))
+    ids = [PROMPT[-1], *IDS]
+    body["usage"] = {"prompt_tokens": 4, "completion_tokens": 6, "total_tokens": 10}
+    assert parse(body)[0].completion_token_ids.tolist() == ids
+    del body["usage"]
+    assert parse(body, fireworks_request())[0].completion_token_ids.tolist() == ids
+    plain = fireworks_reply()
+    del plain["usage"]
+    assert_the_turn(parse(plain)[0])
 
 
 # -- streams ------------------------------------------------------------------------------------------------

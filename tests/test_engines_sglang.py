@@ -187,7 +187,7 @@ ROWS = "output_token_logprobs"
         ((META, "prompt_tokens"), 5, "usage-mismatch"),
         ((META, "output_top_logprobs", 2, 0, 0), -0.5, "statement-contradicted"),
         ((META, "output_top_logprobs"), [[]], "statement-contradicted"),
-        ((META, "finish_reason", "matched"), 2, "statement-contradicted"),
+        ((META, "finish_reason", "matched"), 2, "finish-mismatch"),
         ((META, "finish_reason"), None, "route-unsupported"),
         ((META, "finish_reason"), "stop", "reply-malformed"),
         ((META, "finish_reason", "type"), "error", "reply-malformed"),
@@ -240,6 +240,10 @@ def test_a_number_that_no_double_holds_is_not_finite():
 def test_bodies_that_are_no_reply_are_named():
     assert refused({"error": {"message": "secret prompt"}}).code == "reply-error-body"
     assert "secret" not in str(refused({"object": "error", "message": "secret prompt"}))
+    named = {"error": {"message": "secret prompt", "type": "BadRequestError", "code": 400}}
+    for body in (named, json.dumps(named)):
+        assert "type BadRequestError, code 400" in str(refused(body))
+        assert "secret" not in str(refused(body))
     assert refused([]).code == "reply-malformed"
     assert refused("{").code == "reply-malformed"
     assert refused("\ud800").code == "reply-malformed"

@@ -221,8 +221,114 @@ def test_equal_chunks_in_a_row_pass_where_the_usage_counts_them():
         chunk["choices"] = json.loads(json.dumps(chunks[0]["choices"]))
     (turn,) = assemble(GENERATE, [sse(chunks)])
     assert turn.completion_token_ids.tolist() == [572, 572, 572, 448]
-    del chunks[-1]
+    # The spans of versions count the ids as well.
+    usage = chunks.pop()
+    assert len(assemble(GENERATE, [sse(chunks)])) == 1
+    chunks[-1]["choices"][0]["weight_versions"] = None
     assert refusal(GENERATE, chunks).code == "stream-disordered"
+    # Usage that counts nothing proves nothing.
+    usage["usage"] = {"prompt_tokens": 22}
+    assert refusal(GENERATE, [*chunks, usage]).code == "stream-disordered"
+
+
+def chat(*ids: int, finish_reason: str = "stop", step: float = 0.25) -> list[Any]:
+    """Chat's chunks, one a token: the first with the prompt, the last with the end, and none with a count."""
+    head = {"id": "c", "object": "chat.completion.chunk"}
+    chunks: list[Any] = [
+        {**head, "choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}
+        | {"prompt_token_ids": [1, 5]}
+    ]
+    for at, token_id in enumerate(ids):
+        choice = {"index": 0, "delta": {"content": f" {token_id}"}, "token_ids": [token_id]}
+        choice["logprobs"] = {"content": [{"token": f" {token_id}", "logprob": -step * (at + 1)}]}
+        choice["finish_reason"] = finish_reason if at == len(ids) - 1 else None
+        chunks.append({**head, "choices": [choice]})
+    return chunks
+
+
+def read_chat(chunks: list[Any], request: Any = None) -> list[int]:
+    provenance = Provenance(
+        engine="vllm", logprobs_mode="processed", sampling=SamplingParams(temperature=1.0)
+    )
+    assembler = ResponseAssembler(request=request, provenance=provenance)
+    assembler.feed(sse(chunks))
+    (turn,) = assembler.finish()
+    return turn.completion_token_ids.tolist()
+
+
+def counted(chunks: list[Any], num: int) -> list[Any]:
+    usage = {"prompt_tokens": 2, "completion_tokens": num, "total_tokens": 2 + num}
+    return [*chunks, {"id": "c", "object": "chat.completion.chunk", "choices": [], "usage": usage}]
+
+
+@pytest.mark.parametrize(("start", "size"), [(1, 1), (1, 2), (1, 3), (2, 2), (3, 1), (2, 1)])
+def test_a_run_of_chunks_that_comes_twice_is_refused_where_nothing_counts_it(start, size):
+    """A retry that sends the last few chunks again: each is like one before, if not the one just before."""
+    chunks = chat(7, 8, 9, 2)
+    assert read_chat(chunks) == [7, 8, 9, 2]
+    again = chunks[: start + size] + chunks[start : start + size] + chunks[start + size :]
+    with pytest.raises(ReplyError) as caught:
+        read_chat(again)
+    assert caught.value.code == "stream-disordered"
+    assert f"{size} chunk(s) like the {size} just before" in str(caught.value)
+    # Counted, it is a model that loops: its logprobs can be the same when they are at their limit.
+    assert len(read_chat(counted(again, 4 + size))) == 4 + size
+    with pytest.raises(ReplyError) as caught:
+        read_chat(counted(again, 4))
+    assert caught.value.code == "usage-mismatch"
+
+
+def test_tokens_that_come_again_with_other_logprobs_or_elsewhere_are_no_repeat():
+    assert read_chat(chat(7, 8, 7, 8, 2)) == [7, 8, 7, 8, 2]
+    assert read_chat(chat(7, 8, 9, 7, 2, step=0.0)) == [7, 8, 9, 7, 2]
+    with pytest.raises(ReplyError):
+        read_chat(chat(7, 8, 7, 8, 2, step=0.0))
+
+
+def test_choices_that_interleave_are_no_repeats_of_one_another():
+    both = []
+    for chunk in chat(7, 8, 2):
+        other = json.loads(json.dumps(chunk))
+        other["choices"][0]["index"] = 1
+        both += [chunk, other]
+    provenance = Provenance(
+        engine="vllm", logprobs_mode="processed", sampling=SamplingParams(temperature=1.0)
+    )
+    assembler = ResponseAssembler(provenance=provenance)
+    assembler.feed(sse(both))
+    assert [turn.completion_token_ids.tolist() for turn in assembler.finish()] == [[7, 8, 2]] * 2
+
+
+@pytest.mark.parametrize("lost", [1, 2, 3])
+def test_a_choice_that_ends_by_its_length_before_it_is_that_long_lost_a_chunk_unless_usage_counts_it(lost):
+    request = {"messages": [], "max_tokens": 4}
+    chunks = chat(7, 8, 9, 5, finish_reason="length")
+    assert read_chat(chunks, request) == [7, 8, 9, 5]
+    del chunks[lost]
+    with pytest.raises(ReplyError, match="choice 0: 3 ids, and no usage to count by") as caught:
+        read_chat(chunks, request)
+    assert caught.value.code == "stream-disordered"
+    # The context was full: the engine counts as many.
+    assert len(read_chat(counted(chunks, 3), request)) == 3
+    with pytest.raises(ReplyError) as caught:
+        read_chat(counted(chunks, 4), request)
+    assert caught.value.code == "usage-mismatch"
+
+
+def test_what_no_count_shows_is_known():
+    """Not wished for: where the stream says nothing of its chunks, these pass, as the documents say."""
+    chunks = chat(7, 8, 9, 2)
+    assert read_chat(chunks[:2] + chunks[3:]) == [7, 9, 2]
+    swapped = [chunks[0], chunks[2], chunks[1], *chunks[3:]]
+    assert read_chat(counted(swapped, 4)) == [8, 7, 9, 2]
+    # A count in every chunk shows both.
+    for at, chunk in enumerate(chunks[1:], 1):
+        chunk["usage"] = {"prompt_tokens": 2, "completion_tokens": at, "total_tokens": 2 + at}
+    assert read_chat(counted(chunks, 4)) == [7, 8, 9, 2]
+    for damaged in (chunks[:2] + chunks[3:], swapped):
+        with pytest.raises(ReplyError) as caught:
+            read_chat(counted(damaged, 4))
+        assert caught.value.code == "usage-mismatch"
 
 
 @pytest.mark.parametrize("key", ROUTES)

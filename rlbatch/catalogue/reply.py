@@ -47,7 +47,11 @@ ENTRIES = (
         level="reply",
         severity="error",
         symptom="The chunks of a stream cannot be in the order in which the engine sent them, each once.",
-        check="Ids, offsets, running counts and ends of the chunks are compared with what came before.",
+        check=(
+            "Ids, offsets, running counts and ends of the chunks are compared with what came before. Where "
+            "nothing counts the whole, no run of chunks may come twice in a row, and a choice that ended by "
+            "its length must be that long."
+        ),
         likely="a proxy or a retry repeated, dropped or mixed chunks",
         fix="sample again without what sits between; stream_options.include_usage=true lets counts be proven",
     ),
@@ -56,7 +60,10 @@ ENTRIES = (
         level="reply",
         severity="error",
         symptom="The logprobs cover the prompt as well as the completion, and nothing says how far.",
-        check="More logprobs than ids by the prompt's length without a null in front, or a streamed echo.",
+        check=(
+            "More logprobs than ids by the prompt's length without a null in front, a streamed echo, or ids "
+            "that begin like the prompt's end where neither request nor usage says that they were sampled."
+        ),
         likely="the request set echo=true",
         fix="send the request without echo, or not streamed",
     ),

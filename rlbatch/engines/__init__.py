@@ -5,7 +5,7 @@ is encoded, filled or cut here: what cannot become exact tokens with exact logpr
 of HTTP, of rewards, or of what becomes of a turn.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 from rlbatch.engines import fireworks, sglang, vllm
@@ -27,7 +27,7 @@ ENGINES: Mapping[str, Reader] = MappingProxyType(
 
 
 def parse_response(
-    payload: bytes | str | Mapping[str, object] | RequestOutput,
+    payload: bytes | str | Mapping[str, object] | Sequence[Mapping[str, object]] | RequestOutput,
     *,
     engine: str | None = None,
     request: Mapping[str, object] | None = None,
@@ -40,11 +40,11 @@ def parse_response(
     have them they must agree. A request that contradicts the reply or the provenance is refused.
 
     Args:
-        payload: the reply's body, as bytes, text or the decoded object, or the output object of vLLM in
+        payload: the reply's body, as bytes, text or what JSON decodes it to, or the output object of vLLM in
             process; never a recording's wrapper. It is not changed. Streams are for `ResponseAssembler`.
         engine: a name in `ENGINES`; None takes the provenance's.
         request: the body of the request that was sent, where it is at hand. A field that is absent or null
-            contradicts nothing.
+            contradicts nothing. Without it the provenance is taken at its word.
         provenance: how the logprobs came to be, which no reply says.
         request_id: the caller's own name for the request, which errors then show.
 

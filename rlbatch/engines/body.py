@@ -75,15 +75,28 @@ def no_reply(payload: object, *, complaint: str, streamed: bool = False) -> Repl
 
     Of a stream only an error body is told apart: that it is a chunk is as it should be.
     """
-    try:
-        body = msgspec.json.decode(payload) if isinstance(payload, (*_BINARY, str)) else payload
-    except (msgspec.DecodeError, RecursionError):
-        # The typed decoder knows the place of a number that no double can hold; this one does not.
-        body = None
-    explained = _explain(body)
+    explained = _explain(_decoded(payload))
     if streamed and explained is not None and explained.code != "reply-error-body":
         explained = None
     return ReplyError.of(explained or _malformed(complaint))
+
+
+def error_in(payload: object) -> ReplyError | None:
+    """The refusal of an error body; None where the payload is none."""
+    body = _decoded(payload)
+    return ReplyError.of(_error_body(body)) if isinstance(body, Mapping) and _has_error(body) else None
+
+
+def _decoded(payload: object) -> object:
+    """What JSON makes of it; None where it makes nothing, such as of a number that no double can hold."""
+    try:
+        return msgspec.json.decode(payload) if isinstance(payload, (*_BINARY, str)) else payload
+    except (msgspec.DecodeError, RecursionError, UnicodeEncodeError):
+        return None
+
+
+def _has_error(body: Mapping[object, object]) -> bool:
+    return body.get("error") is not None or body.get("object") == "error"
 
 
 def _encode(text: str) -> bytes:
@@ -124,7 +137,7 @@ def _explain(body: object) -> Finding | None:
     if "endpoint" in body and body.keys() & {"response", "response_text", "sse", "turns"}:
         return _wrapper()
     whole = body.get("choices") is not None
-    if body.get("error") is not None or body.get("object") == "error" or ("detail" in body and not whole):
+    if _has_error(body) or ("detail" in body and not whole):
         return _error_body(body)
     if body.get("object") == "chat.completion.chunk":
         return _stream("one chunk of a chat stream")
@@ -191,14 +204,10 @@ def _malformed(complaint: str) -> Finding:
 
 def error_refusal(data: bytes) -> ReplyError:
     """A stream's event of its own kind for errors, whatever it holds."""
-    try:
-        body = msgspec.json.decode(data)
-    except (msgspec.DecodeError, RecursionError):
-        body = None
-    known = isinstance(body, Mapping) and (
-        "error" in body or "detail" in body or body.get("object") == "error"
-    )
-    return ReplyError.of(_error_body(body if known else {"error": None}))
+    body = _decoded(data)
+    if isinstance(body, Mapping) and (_has_error(body) or body.keys() & {"error", "detail"}):
+        return ReplyError.of(_error_body(body))
+    return ReplyError.of(_error_body({"error": None}))
 
 
 def chunk_refusal(what: str) -> ReplyError:

@@ -1,7 +1,8 @@
 """Fireworks' completions, not streamed: one `EngineOutput` a choice, from ids and logprobs in many places.
 
 The provenance says which of two lists the turn's logprobs are: `processed` takes sampling_logprob, with
-logprob kept apart as raw; otherwise logprob is taken. An echo is stripped where the request asked for one.
+logprob kept apart as raw; otherwise logprob is taken. An echo is stripped where the request asked for one,
+and refused where neither request nor usage tells it from sampled tokens that are like the prompt's end.
 What holds for every engine (counts, nulls, finiteness) is left to `to_turn`.
 """
 
@@ -15,14 +16,21 @@ from rlbatch.engines.agreement import (
     sent_prompts,
 )
 from rlbatch.engines.body import chunk_refusal, decode, no_reply
+from rlbatch.engines.ending import check_ends
 from rlbatch.engines.fireworks_reply import Body, Choice, Entry, places_of
-from rlbatch.engines.fireworks_request import Echo, echo_of, request_contradictions, request_prompts
+from rlbatch.engines.fireworks_request import (
+    Echo,
+    echo_of,
+    request_contradictions,
+    request_max_tokens,
+    request_prompts,
+)
 from rlbatch.engines.fireworks_routing import read_matrices
 from rlbatch.engines.output import EngineOutput
 from rlbatch.engines.parts import text_of
 from rlbatch.engines.refusals import refusal
 from rlbatch.engines.request import asks_for
-from rlbatch.engines.usage import check_usage
+from rlbatch.engines.usage import Counts, check_usage
 from rlbatch.errors import ReplyError
 from rlbatch.records import Provenance, Usage
 
@@ -34,8 +42,8 @@ def read_reply(
 
     Raises:
         ReplyError: reply-malformed, reply-error-body, route-unsupported (a stream), ids-missing,
-            logprobs-missing, length-mismatch, routing-unreadable, routed-experts-malformed,
-            routed-experts-mismatch or statement-contradicted.
+            logprobs-missing, length-mismatch, usage-mismatch, text-mismatch, echo-unsupported,
+            routing-unreadable, routed-experts-malformed, routed-experts-mismatch or statement-contradicted.
     """
     body = decode(payload, Body)
     if body.choices is None or body.error is not None:
@@ -59,7 +67,10 @@ def outputs_of(
         _output(body, choice, asked, echo_of(request), provenance)
         for choice, asked in zip(choices, sent, strict=True)
     ]
+    if request is None:
+        _check_no_echo(body.usage, outputs)
     check_usage(body.usage, outputs, num_prompts=prompts.count)
+    check_ends(outputs, [request_max_tokens(request)] * len(outputs))
     return outputs
 
 
@@ -97,7 +108,8 @@ def _output(
         usage=Usage()
         if counts is None
         else Usage(num_prompt_tokens=counts.prompt_tokens, num_completion_tokens=counts.completion_tokens),
-        text=text_of(choice.text, choice.message),
+        # An echoed text begins with the prompt's.
+        text=None if num_echoed else text_of(choice.text, choice.message),
         request_id=body.id,
         routed_experts=experts,
         routed_experts_start=start,
@@ -155,6 +167,31 @@ def _num_echoed(label: str, ids: Sequence[int], prompt: Sequence[int] | None, ec
         found = f"{label}: {len(ids)} ids that do not begin with the last {num} of the prompt"
         raise refusal("statement-contradicted", "the echo that the request asked for", found)
     return num
+
+
+def _check_no_echo(usage: Counts | None, outputs: Sequence[EngineOutput]) -> None:
+    """Without its request a reply may be an echo, unless usage counts every id as sampled."""
+    num_ids = sum(len(output.completion_token_ids or ()) for output in outputs)
+    if usage is not None and usage.completion_tokens == num_ids:
+        return
+    for output in outputs:
+        num = _num_repeated(output.prompt_token_ids or (), output.completion_token_ids or ())
+        if num:
+            raise refusal(
+                "echo-unsupported",
+                "the request, or usage that counts the ids: either tells an echo from sampled tokens",
+                f"{output.label}: the first {num} ids are the last {num} of the prompt",
+                likely="the request set echo or echo_last, and was not passed with its reply",
+                fix="pass the request that was sent as request=",
+            )
+
+
+def _num_repeated(prompt: Sequence[int], ids: Sequence[int]) -> int:
+    """The most ids of the prompt's end with which the ids begin."""
+    for num in range(min(len(prompt), len(ids)), 0, -1):
+        if prompt[-num] == ids[0] and list(prompt[-num:]) == list(ids[:num]):
+            return num
+    return 0
 
 
 def _check_echo(label: str, num_echoed: int, num_ids: int, *lists: Sequence[float | None] | None) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rlbatch.catalogue import finding
-from rlbatch.engines.request import Prompts, Route, contradictions, read_prompts
+from rlbatch.engines.request import Prompts, Route, asked_max_tokens, contradictions, read_prompts
 from rlbatch.errors import Finding
 from rlbatch.records import Provenance
 
@@ -40,6 +40,11 @@ def echo_of(request: Mapping[str, object] | None) -> Echo:
 def request_prompts(request: Mapping[str, object] | None) -> Prompts:
     """The prompts of a request: ids where they were sent as integers."""
     return Prompts() if request is None else read_prompts(request, _route_of(request))
+
+
+def request_max_tokens(request: Mapping[str, object] | None) -> int | None:
+    """The most tokens a choice that the request asked for; None where it does not say."""
+    return None if request is None else asked_max_tokens(request, _route_of(request))
 
 
 def request_contradictions(request: Mapping[str, object] | None, provenance: Provenance) -> list[Finding]:

@@ -54,6 +54,11 @@ class EngineOutput:
     """[P + C - 1 - start, L, K], with the rows counted already."""
     routed_experts_start: int = 0
 
+    @property
+    def aligned(self) -> bool:
+        """As many logprobs as ids; what is not said counts as none."""
+        return len(self.completion_token_ids or ()) == len(self.logprobs or ())
+
 
 def to_turn(output: EngineOutput, provenance: Provenance) -> Turn:
     """The turn of one choice; never a token or a logprob more, less or other than the engine reported.

@@ -81,9 +81,20 @@ def asks_for(request: Mapping[str, object] | None, name: str) -> bool:
 
 
 def asked_number(request: Mapping[str, object] | None, name: str) -> int | None:
-    """The whole number that the request gives here, e.g. for `max_tokens`; None where it gives none."""
+    """The whole number that the request gives here, e.g. for `logprobs`; None where it gives none."""
     value = None if request is None else request.get(name)
     return value if _is_int(value) else None
+
+
+def asked_max_tokens(request: Mapping[str, object] | None, route: Route) -> int | None:
+    """The most tokens a choice that the request asked for; None where it does not say.
+
+    Example:
+        {"messages": [...], "max_tokens": 8, "max_completion_tokens": 4} -> 4
+    """
+    fields = None if request is None else _sampling_fields(request, route)
+    newer = asked_number(fields, "max_completion_tokens") if route == "chat" else None
+    return asked_number(fields, "max_tokens") if newer is None else newer
 
 
 def routing_request(request: Mapping[str, object] | None, route: Route) -> Mapping[str, object] | None:

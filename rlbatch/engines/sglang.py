@@ -11,12 +11,13 @@ from numpy.typing import NDArray
 
 from rlbatch.engines.agreement import check_text, sent_prompts
 from rlbatch.engines.body import chunk_refusal
+from rlbatch.engines.ending import check_ends
 from rlbatch.engines.output import EngineOutput
 from rlbatch.engines.parts import version_spans
 from rlbatch.engines.refusals import refusal
 from rlbatch.engines.request import asks_for
-from rlbatch.engines.sglang_reply import Finish, Meta, Reply, Row, decode_replies
-from rlbatch.engines.sglang_request import request_contradictions, request_prompts
+from rlbatch.engines.sglang_reply import Meta, Reply, Row, decode_replies
+from rlbatch.engines.sglang_request import request_contradictions, request_max_tokens, request_prompts
 from rlbatch.engines.sglang_routing import read_flat_routing
 from rlbatch.engines.usage import check_cached, check_count
 from rlbatch.errors import ReplyError
@@ -30,8 +31,8 @@ def read_reply(
 
     Raises:
         ReplyError: reply-malformed, reply-error-body, route-unsupported (a stream), ids-missing,
-            length-mismatch, statement-contradicted, routing-unreadable, routed-experts-malformed or
-            routed-experts-mismatch.
+            length-mismatch, usage-mismatch, text-mismatch, finish-mismatch, statement-contradicted,
+            routing-unreadable, routed-experts-malformed or routed-experts-mismatch.
     """
     if asks_for(request, "stream"):
         raise chunk_refusal("the request set stream=true")
@@ -49,10 +50,12 @@ def outputs_of(
     if found:
         raise ReplyError.of(*found)
     sent = sent_prompts(len(replies), request_prompts(request))
-    return [
+    outputs = [
         _output(f"choice {index}", reply, asked, request, provenance)
         for index, (reply, asked) in enumerate(zip(replies, sent, strict=True))
     ]
+    check_ends(outputs, request_max_tokens(request, len(outputs)))
+    return outputs
 
 
 def _output(
@@ -71,7 +74,6 @@ def _output(
         # `to_turn` has more to say of lists of unequal lengths.
         _check_counts(label, meta, ids, rows, prompt)
         _check_top(label, meta.output_top_logprobs, rows)
-        _check_stop(label, meta.finish_reason, ids)
     strings = [row.text for row in rows or () if row.text is not None]
     if len(strings) == len(rows or ()):
         check_text(label, reply.text, strings)
@@ -185,13 +187,6 @@ def _check_top(label: str, tops: list[list[Row] | None] | None, rows: list[Row] 
             if other.token_id is not None and other.token_id == row.token_id and other.logprob != row.logprob:
                 found = f"{label}: they differ at sampled token {at}"
                 raise refusal("statement-contradicted", "one logprob of the sampled token", found)
-
-
-def _check_stop(label: str, finish: Finish, ids: Sequence[int]) -> None:
-    """A stop token is the last one that was sampled."""
-    if finish.type == "stop" and isinstance(finish.matched, int) and (not ids or ids[-1] != finish.matched):
-        found = f"{label}: the last of {len(ids)} ids is another"
-        raise refusal("statement-contradicted", "finish_reason.matched as the last sampled id", found)
 
 
 def _spans(label: str, meta: Meta, *, num_ids: int) -> tuple[VersionSpan, ...]:

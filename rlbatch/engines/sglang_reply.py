@@ -9,11 +9,9 @@ A reply is one such object, or a list of them for several prompts or choices. /g
 infinity as null. Fields that are not needed are skipped by the decoder. Judges nothing but the types.
 """
 
-from collections.abc import Mapping
-
 import msgspec
 
-from rlbatch.engines.body import MAX_REPLY_BYTES, TokenId
+from rlbatch.engines.body import MAX_REPLY_BYTES, TokenId, error_in
 from rlbatch.engines.parts import Span
 from rlbatch.engines.refusals import refusal
 from rlbatch.errors import ReplyError
@@ -83,7 +81,7 @@ def decode_replies(payload: object) -> list[Reply]:
         else:
             decoded = msgspec.convert(payload, Reply | list[Reply])
     except msgspec.ValidationError as error:
-        raise _refusal(payload, str(error)) from None
+        raise error_in(payload) or _malformed(str(error)) from None
     except (msgspec.DecodeError, UnicodeEncodeError, RecursionError) as error:
         # What is not UTF-8 is shown by its reason only: the text around it may be of the prompt.
         raise _malformed(error.reason if isinstance(error, UnicodeEncodeError) else str(error)) from None
@@ -93,22 +91,6 @@ def decode_replies(payload: object) -> list[Reply]:
 def _check_size(size: int) -> None:
     if size > MAX_REPLY_BYTES:
         raise _malformed(f"{size:,} bytes; at most {MAX_REPLY_BYTES:,} are read")
-
-
-def _refusal(payload: object, complaint: str) -> ReplyError:
-    """An error body, which has no meta_info, else what the decoder says of the types."""
-    try:
-        body = (
-            msgspec.json.decode(payload)
-            if isinstance(payload, (bytes, bytearray, memoryview, str))
-            else payload
-        )
-    except (msgspec.DecodeError, RecursionError):
-        body = None
-    if isinstance(body, Mapping) and (body.get("error") is not None or body.get("object") == "error"):
-        key = "error" if body.get("error") is not None else "object"
-        return refusal("reply-error-body", WANTED, f"an error body (`{key}`)")
-    return _malformed(complaint)
 
 
 def _malformed(complaint: str) -> ReplyError:

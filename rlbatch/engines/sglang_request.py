@@ -5,11 +5,11 @@ SGLang's names differ, its meanings do not. Knows nothing of replies; shows no i
 
 from collections.abc import Mapping, Sequence
 
-from rlbatch.engines.request import Prompts, contradictions, read_prompts
+from rlbatch.engines.request import Prompts, asked_max_tokens, contradictions, read_prompts
 from rlbatch.errors import Finding
 from rlbatch.records import Provenance
 
-_RENAMED = {"min_new_tokens": "min_tokens"}
+_RENAMED = {"min_new_tokens": "min_tokens", "max_new_tokens": "max_tokens"}
 """SGLang's names for fields of vLLM's."""
 
 _GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
@@ -35,6 +35,23 @@ def request_contradictions(request: Mapping[str, object] | None, provenance: Pro
     for sampling in _each_sampling(request):
         found += contradictions(_as_completions(request, sampling), "completions", provenance)
     return found
+
+
+def request_max_tokens(request: Mapping[str, object] | None, num_choices: int) -> list[int | None]:
+    """The most tokens that each choice was to have; None where the request does not say.
+
+    Example:
+        two prompts with max_new_tokens 8 and 4, four choices -> [8, 8, 4, 4]
+    """
+    if request is None:
+        return [None] * num_choices
+    said = [
+        asked_max_tokens(_as_completions(request, each), "completions") for each in _each_sampling(request)
+    ]
+    if num_choices % len(said):
+        # Other parameters than prompts: which are of which is unknown.
+        return [None] * num_choices
+    return [limit for limit in said for _ in range(num_choices // len(said))]
 
 
 def sampling_fields(request: Mapping[str, object]) -> Mapping[str, object] | None:

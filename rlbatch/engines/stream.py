@@ -45,7 +45,15 @@ STREAMS: Mapping[str, StreamMaker] = MappingProxyType(
 
 
 class ResponseAssembler:
-    """Puts one streamed reply together; a new one for every reply."""
+    """Puts one streamed reply together; a new one for every reply.
+
+    That every chunk came, once and in order, is proven as far as the stream says something of its chunks.
+    vLLM's completions have offsets, SGLang's chunks running counts; Fireworks' streams are refused without a
+    count of the whole. vLLM's chat and generate streams have none unless it is asked for: without one the
+    loss of a chunk passes, except in a choice that ends by its length. Ask for
+    `stream_options={"include_usage": True, "continuous_usage_stats": True}`: the first shows a loss, the
+    second an exchange of two chunks too.
+    """
 
     def __init__(
         self,
@@ -59,7 +67,8 @@ class ResponseAssembler:
 
         Args:
             engine: a name in `STREAMS`; None takes the provenance's.
-            request: the body of the request that was sent, where it is at hand.
+            request: the body of the request that was sent, where it is at hand. Without it the provenance is
+                taken at its word.
             provenance: how the logprobs came to be, which no reply says.
             request_id: the caller's own name for the request, which errors then show.
 

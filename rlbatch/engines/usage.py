@@ -49,7 +49,7 @@ def check_usage(
     Raises:
         ReplyError: usage-mismatch or statement-contradicted.
     """
-    if usage is None or any(_uneven(output) for output in outputs):
+    if usage is None or not all(output.aligned for output in outputs):
         # Lists of unequal lengths are refused by `to_turn`, which has more to say.
         return
     num_ids = sum(len(output.completion_token_ids or ()) for output in outputs) + num_unasked
@@ -89,7 +89,3 @@ def check_cached(label: str, cached: int | None, num_prompt: int) -> None:
             f"cached_tokens among the prompt's {num_prompt}",
             f"{label}: cached_tokens is {cached}",
         )
-
-
-def _uneven(output: EngineOutput) -> bool:
-    return len(output.completion_token_ids or ()) != len(output.logprobs or ())

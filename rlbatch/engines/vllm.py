@@ -12,10 +12,19 @@ from numpy.typing import NDArray
 
 from rlbatch.engines.agreement import in_order, sent_prompts
 from rlbatch.engines.body import chunk_refusal, decode, no_reply
+from rlbatch.engines.ending import check_ends
 from rlbatch.engines.output import EngineOutput
 from rlbatch.engines.parts import text_of, version_spans
 from rlbatch.engines.refusals import refusal
-from rlbatch.engines.request import Prompts, Route, asks_for, contradictions, read_prompts, routing_request
+from rlbatch.engines.request import (
+    Prompts,
+    Route,
+    asked_max_tokens,
+    asks_for,
+    contradictions,
+    read_prompts,
+    routing_request,
+)
 from rlbatch.engines.routing import read_routing, routing_start
 from rlbatch.engines.usage import check_usage
 from rlbatch.engines.vllm_object import body_of, is_request_output
@@ -32,7 +41,8 @@ def read_reply(
 
     Raises:
         ReplyError: reply-malformed, reply-error-body, route-unsupported, ids-missing, length-mismatch,
-            routed-experts-malformed, routed-experts-mismatch or statement-contradicted.
+            usage-mismatch, text-mismatch, finish-mismatch, routed-experts-malformed, routed-experts-mismatch
+            or statement-contradicted.
     """
     if is_request_output(payload):
         return outputs_of(body_of(payload), "generate", request, provenance)
@@ -72,6 +82,7 @@ def outputs_of(
     num_unasked = sum(each.num_unasked for each in rows)
     num_prompts = prompts.count if route == "completions" else 1
     check_usage(body.usage, outputs, num_prompts=num_prompts, num_unasked=num_unasked)
+    check_ends(outputs, [asked_max_tokens(request, route)] * len(outputs))
     return outputs
 
 

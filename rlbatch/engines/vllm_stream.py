@@ -3,8 +3,14 @@
 What a chunk says is kept as it came; ids and logprobs are counted chunk by chunk, because two mistakes in two
 chunks may cancel. That each chunk came once and in order is held against what the stream says of it: the
 ends, the prompt's ids and chat's role (once a choice), text offsets (each begins where one ended), running
-and final counts. Where two chunks in a row are the same and no count proves that they are two, the stream is
-refused. The whole body is then judged by the rules of whole replies. Knows nothing of events.
+and final counts. Without a final count a stream is refused that repeats chunks, or ends by its length before
+it is that long.
+
+Chat and generate have no offsets. Without a count the loss of a chunk does not show in a stream that ends
+with a stop token; with one, two chunks that changed places do not, unless every chunk has its own count
+(stream_options with include_usage and continuous_usage_stats).
+
+The whole body is then judged by the rules of whole replies. Knows nothing of events.
 """
 
 from collections.abc import Mapping
@@ -14,12 +20,12 @@ import msgspec
 from rlbatch.engines.body import no_reply
 from rlbatch.engines.output import EngineOutput
 from rlbatch.engines.refusals import refusal
-from rlbatch.engines.request import Route, asked_number, asks_for
+from rlbatch.engines.request import Route, asked_max_tokens, asked_number, asks_for
 from rlbatch.engines.usage import Counts
 from rlbatch.engines.vllm import outputs_of
 from rlbatch.engines.vllm_alternatives import all_agree, check_drawn
 from rlbatch.engines.vllm_chunk import Chunk, ChunkChoice, ChunkLogprobs, PlainChunk
-from rlbatch.engines.vllm_growing import Growing, whole
+from rlbatch.engines.vllm_growing import Growing, require_once_each, whole
 from rlbatch.engines.vllm_reply import Body
 from rlbatch.errors import ReplyError
 from rlbatch.records import Provenance
@@ -60,7 +66,6 @@ class VllmStream:
         self._prompt_ids: list[int] | None = None
         self._usage: Counts | None = None
         self._choices: dict[int, Growing] = {}
-        self._unproven: str | None = None
         self._expects_plain = False
 
     def feed(self, data: bytes) -> None:
@@ -129,8 +134,11 @@ class VllmStream:
         """
         if self._route is None:
             raise refusal("stream-truncated", "a stream with chunks", "none")
-        if self._unproven is not None and self._usage is None:
-            raise refusal("stream-disordered", "chunks that came once each", self._unproven)
+        if self._usage is None or self._usage.completion_tokens is None:
+            # Where every offset was compared, a loss has shown.
+            limit = None if self._route == "completions" else asked_max_tokens(self._request, self._route)
+            for index, each in self._choices.items():
+                require_once_each(index, each, limit=limit)
         body = Body(
             choices=[whole(index, each, self._route) for index, each in self._choices.items()],
             id=self._id,
@@ -180,8 +188,10 @@ class VllmStream:
             _take_prompt(state, choice)
         _take_text(state, choice)
         num_tokens = _take_tokens(state, choice, self._route == "completions")
-        if num_tokens and state.last == data:
-            self._unproven = f"choice {choice.index}: a chunk like the one before, and no usage to count by"
+        if num_tokens:
+            state.twice = state.twice or state.last == data
+            if self._route != "completions":
+                state.marks.append(hash(data))
         state.last = data
         if choice.finish_reason is not None:
             state.finished = choice

@@ -149,6 +149,9 @@ def vllm(body: Any, request: dict[str, Any]) -> list[tuple[Any, ...]]:
             need(type(span["end"]) is int and span["end"] >= at, "a span that runs backwards")
             at = span["end"]
         agree(len(ids), at if choice.get("weight_versions") else None)
+        if type(choice.get("stop_reason")) is int:
+            agree(ids[-1], choice["stop_reason"])
+        need(len(ids) <= fields.get("max_tokens", len(ids)), "more than was asked for")
         routing, drawn = routed(choice.get("routed_experts")), choice["token_ids"] if unasked else ids
         if routing is not None:
             start = fields.get("routed_experts_prompt_start") or 0
@@ -180,7 +183,8 @@ def vllm_stream(events: list[Any]) -> Any:
                 new = (part.get("logprobs") or {}).get(name)
                 if new is not None:
                     choice["logprobs"][name] = choice["logprobs"].get(name, []) + new
-            choice |= {name: part.get(name) for name in ("index", "finish_reason", "weight_versions")}
+            last = ("index", "finish_reason", "stop_reason", "weight_versions")
+            choice |= {name: part.get(name) for name in last}
             choice["routed_experts"] = part.get("routed_experts") or choice.get("routed_experts")
     body["choices"] = list(body["choices"].values())
     return body
@@ -214,8 +218,11 @@ def sglang(body: Any, request: dict[str, Any]) -> list[tuple[Any, ...]]:
             for other in top or ():
                 need(other[1:2] != row[1:2] or other[1:2] == [None] or other[0] == row[0], "two logprobs")
         finish = meta["finish_reason"]
-        if finish["type"] == "stop" and type(finish.get("matched")) is int:
+        if type(finish.get("matched")) is int:
             agree(ids[-1], finish["matched"])
+        need(
+            len(ids) <= request["sampling_params"].get("max_new_tokens", len(ids)), "more than was asked for"
+        )
         found.append((prompt, ids, [row[0] for row in rows or []], finish["type"]))
     return found
 
@@ -273,6 +280,7 @@ def fireworks(body: Any, request: dict[str, Any]) -> list[tuple[Any, ...]]:
                     need(other.get("logprob") == row.get("logprob"), "two logprobs")
         num = min(request.get("echo_last", len(prompt)), len(prompt)) if request.get("echo") else 0
         agree(ids[:num], prompt[len(prompt) - num :])
+        need(len(ids) - num <= request.get("max_tokens", len(ids)), "more than was asked for")
         lists = (prompt, ids[num:], [row["sampling_logprob"] for row in rows[num:]])
         found.append((*lists, choice["finish_reason"], matrices(rows, len(prompt), num)))
     count(body.get("usage"), [each[0] for each in found], [each[1] for each in found])
