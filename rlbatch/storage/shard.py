@@ -42,6 +42,9 @@ _TOGETHER = (
 )
 """Arrays that come all or not at all."""
 
+SAMPLES_AT_ONCE = 256
+"""Of a shard that is read through: enough that one costs little, and few enough to hold."""
+
 
 class Shard:
     """One file of N samples.
@@ -155,15 +158,21 @@ class Shard:
 
     def chosen(self, indices: Sequence[int]) -> list[Sample]:
         """`sample` of many, at the price of a few."""
+        at = np.array(indices, np.int64)
+        # RecordError and UnicodeDecodeError are ValueErrors.
         try:
+            fields = self._contents.fields(at)
             if self._derived is not None:
-                at = np.array(indices, np.int64)
-                fields = self._contents.fields(at) | self._derived.fields(at)
-                return Sample.unchecked(fields, len(indices))
-        except (ValueError, LookupError):
-            # One of them is wrong, and made alone it says so.
-            pass
-        return [self._checked_sample(index) for index in indices]
+                return Sample.unchecked(fields | self._derived.fields(at), len(at))
+            rows = zip(*fields.values(), strict=True)
+            return [Sample(**dict(zip(fields, row, strict=True))) for row in rows]
+        except (ValueError, LookupError) as error:
+            if len(at) > 1:
+                # One of them is wrong, and made alone it says so.
+                return [self.sample(index) for index in indices]
+            raise refusal(
+                "shard-altered", self.path, sample=int(at[0]), expected="a sample", found=shown(str(error))
+            ) from error
 
     def copies(self, indices: Sequence[int], memories: Sequence[Mapping[str, NDArray[Any]]]) -> list[Sample]:
         """`chosen`, but with arrays that are no views of the file.
@@ -213,8 +222,8 @@ class Shard:
     def samples(self) -> Iterator[Sample]:
         """Every sample in order, once `verify` has passed."""
         self.verify()
-        for index in range(len(self)):
-            yield self.sample(index)
+        for start in range(0, len(self), SAMPLES_AT_ONCE):
+            yield from self.chosen(range(start, min(start + SAMPLES_AT_ONCE, len(self))))
 
     def _require_same(self, status: os.stat_result) -> None:
         found = _identity(status)
@@ -225,16 +234,6 @@ class Shard:
     def _changed(self, found: str) -> StorageError:
         expected = f"the shard that was opened, {self._identity[1]} bytes"
         return refusal("store-changed", self.path, expected=expected, found=found)
-
-    def _checked_sample(self, index: int) -> Sample:
-        # RecordError and UnicodeDecodeError are ValueErrors.
-        try:
-            fields = self._contents.fields(np.array([index]))
-            return Sample(**{name: value for name, (value,) in fields.items()})
-        except (ValueError, LookupError) as error:
-            raise refusal(
-                "shard-altered", self.path, sample=index, expected="a sample", found=shown(str(error))
-            ) from error
 
     def _verify(self, names: Iterable[str]) -> None:
         for name in sorted(names, key=lambda name: self._entries[name].start):
