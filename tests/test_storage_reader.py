@@ -18,6 +18,7 @@ from storage_cases import PROCESSED, RAW, plain_sample, varied_samples
 from rlbatch.errors import StorageError
 from rlbatch.records import TOKEN_FIELDS, Sample, identical
 from rlbatch.storage import columns, open_reader, write_shard
+from rlbatch.storage.shard import Shard
 
 WRITTEN = varied_samples()
 
@@ -530,3 +531,31 @@ def test_copied_samples_are_the_same_and_lie_end_to_end_in_memory_of_their_own(t
             assert not values.flags.writeable
             assert np.shares_memory(own, values[start : start + len(copy)])
             assert not np.shares_memory(own, getattr(view, name))
+
+
+@pytest.mark.parametrize(("noticed", "found"), [(True, "written since"), (False, "a shorter file")])
+def test_a_shard_that_was_cut_short_is_not_copied_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, noticed: bool, found: str
+) -> None:
+    path = tmp_path / "a.safetensors"
+    write_shard(path, WRITTEN)
+    reader = open_reader(path)
+    reader.verify()
+    logprobs = np.concatenate([each.inference_logprobs for each in WRITTEN]).tobytes()
+    os.truncate(path, path.read_bytes().index(logprobs))
+    if not noticed:
+        # Cut short between the look at the file and the reading of it.
+        monkeypatch.setattr(Shard, "_require_same", lambda *_: None)
+    with pytest.raises(StorageError, match="store-changed") as caught:
+        reader.read_copies([0, 1])
+    assert found in str(caught.value)
+
+
+def test_copies_of_a_shard_that_is_gone_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    write_shard(path, WRITTEN)
+    reader = open_reader(path)
+    reader.verify()
+    path.unlink()
+    with pytest.raises(StorageError, match="store-changed"):
+        reader.read_copies([0])

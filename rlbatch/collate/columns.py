@@ -117,12 +117,11 @@ def _routed_experts(samples: Sequence[Sample]) -> list[Column]:
     if len(shapes) > 1:
         found = " and ".join(str(list(shape)) for shape in sorted(shapes))
         raise RecordError(f"collate: expected one [layers, experts a token] in a batch, found {found}")
-    lengths = [len(sample) - 1 for sample in samples]
     return [
         Column(
             name="routed_experts",
             dtype=_EXPERTS,
-            values=_completed(values, lengths, NO_EXPERT, _EXPERTS, shape),
+            values=_completed(values, (len(sample) - 1 for sample in samples), NO_EXPERT, _EXPERTS, shape),
             padding=NO_EXPERT,
             align="input",
             entry=shape,

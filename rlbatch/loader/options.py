@@ -57,9 +57,9 @@ class Steps:
         if self.seed is not None or self.keep_groups != "no":
             raise RecordError(
                 "Steps.follow_timeout_s: expected stored order (seed None, keep_groups 'no') of a store that "
-                f"is being written, found seed {self.seed} and keep_groups {self.keep_groups!r}: nobody knows "
-                "which samples will come, so they cannot be shuffled, nor a group known to be whole; have the "
-                "sampler write each group's samples one after another, in steps of whole groups"
+                f"is being written, found seed {self.seed} and keep_groups {self.keep_groups!r}. Which "
+                "samples will come is not known, so they cannot be shuffled, nor a group known to be whole; "
+                "write groups one after another, and let step_samples be a multiple of their size"
             )
 
 

@@ -109,18 +109,20 @@ class Sample:
                 object.__setattr__(sample, name, value)
         return samples
 
-    def copied(self, memory: Mapping[str, NDArray[Any]]) -> "Sample":
-        """The same sample with arrays of its own, views of nothing that it was a view of.
+    def copied(self, copies: Mapping[str, NDArray[Any]]) -> "Sample":
+        """The same sample with arrays that are views of nothing it was a view of.
 
         Args:
-            memory: field -> [T] of its dtype, which its values are copied into; a field that is not named
-                gets memory of its own.
+            copies: field -> [T] of its dtype and its values, which is kept; other arrays are copied.
         """
         copy = object.__new__(Sample)
         for name in _FIELD_NAMES:
-            value = getattr(self, name)
+            value = copies.get(name)
+            if value is None:
+                value = getattr(self, name)
+                value = value.copy() if isinstance(value, np.ndarray) else value
             if isinstance(value, np.ndarray):
-                value = _copied(value, memory.get(name))
+                value.flags.writeable = False
             object.__setattr__(copy, name, value)
         return copy
 
@@ -226,13 +228,6 @@ def origins_of(samples: Sized, origins: Sequence[Origin] | None) -> Sequence[Ori
 
 
 _FIELD_NAMES = tuple(spec.name for spec in fields(Sample))
-
-
-def _copied(value: NDArray[Any], memory: NDArray[Any] | None) -> NDArray[Any]:
-    copy = np.empty_like(value) if memory is None else memory
-    copy[...] = value
-    copy.flags.writeable = False
-    return copy
 
 
 def _one_version(versions: NDArray[np.int32]) -> int:

@@ -264,8 +264,8 @@ def _joined(samples: Sequence[Sample], scratch: Scratch) -> Stretch:
 
 
 def _runs(samples: Sequence[Sample], offsets: NDArray[np.intp]) -> tuple[Runs, tuple[Provenance, ...]]:
-    spans = [(part.start, part.stop, part.turn) for sample in samples for part in sample.segments]
-    start, stop, turn = np.array(spans, np.intp).reshape(-1, 3).T
+    flat = [value for sample in samples for part in sample.segments for value in part]
+    _, start, stop, turn = np.array(flat, np.intp).reshape(-1, 4).T
     sample = np.repeat(np.arange(len(samples)), [len(each.segments) for each in samples])
     distinct: dict[Provenance, int] = {}
     # Most samples share a few objects, and hashing one means hashing all its fields.

@@ -137,8 +137,7 @@ class ShardReader:
     def read_copies(self, indices: Iterable[int]) -> StoredSamples:
         """`read`, but as one stretch in memory of its own, and the shards' memory released one by one.
 
-        Samples that lie far apart would bring in the pages around them: of a whole store, where they are
-        drawn at random.
+        For samples that are drawn at random: views of them would keep pages of the whole store in memory.
 
         Raises:
             IndexError: there are not that many samples.
@@ -154,10 +153,13 @@ class ShardReader:
         for number, members in _by_shard(places).items():
             shard = self._shards[number]
             shard.verify()
-            samples = shard.chosen([index for _, index in members])
-            for (at, _), sample in zip(members, samples, strict=True):
-                own = slice(int(offsets[at]), int(offsets[at + 1]))
-                copies[at] = sample.copied({name: values[own] for name, values in columns.items()})
+            own = [slice(int(offsets[at]), int(offsets[at + 1])) for at, _ in members]
+            memories = [{name: values[span] for name, values in columns.items()} for span in own]
+            copies |= zip(
+                (at for at, _ in members),
+                shard.copies([index for _, index in members], memories),
+                strict=True,
+            )
             shard.release()
         for values in columns.values():
             values.flags.writeable = False

@@ -6,7 +6,7 @@ whether its checksums are right.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,9 @@ from rlbatch.storage.columns import EXPERT_COLUMNS, EXPERT_DTYPES_BY_SIZE, EXPER
 from rlbatch.storage.media import MEDIA, MEDIA_KINDS, decode_media
 
 T = TypeVar("T")
+
+_Span: TypeAlias = tuple[int, int]
+"""Where a run begins in its column, and one past its end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -37,9 +40,10 @@ class Contents:
         Raises:
             ValueError, LookupError: what is held there cannot be a sample.
         """
+        spans = self._spans("offsets", indices)
         return {
-            **{spec.name: self._tokens(spec.name, indices) for spec in TOKEN_FIELDS},
-            "routed_experts": self._routed_experts(indices),
+            **{spec.name: self._tokens(spec.name, indices, spans) for spec in TOKEN_FIELDS},
+            "routed_experts": self._routed_experts(indices, spans),
             "media": self._media(indices),
             "sample_id": self.texts("sample_id", indices),
             "trajectory_id": self.texts("trajectory_id", indices),
@@ -57,20 +61,25 @@ class Contents:
         Raises:
             ValueError: they are not text.
         """
-        runs = self._runs(name, f"{name}.offsets", indices)
-        return [run.tobytes().decode(*TEXT_ENCODING) for run in runs]
+        return [run.tobytes().decode(*TEXT_ENCODING) for run in self._runs(name, indices)]
 
-    def _runs(self, name: str, boundaries: str, indices: NDArray[np.int64]) -> list[NDArray[Any]]:
-        values, offsets = self.arrays[name], self.arrays[boundaries]
-        spans = zip(offsets[indices].tolist(), offsets[indices + 1].tolist(), strict=True)
-        return [values[first:end] for first, end in spans]
+    def _spans(self, boundaries: str, indices: NDArray[np.int64]) -> list[_Span]:
+        offsets = self.arrays[boundaries]
+        return list(zip(offsets[indices].tolist(), offsets[indices + 1].tolist(), strict=True))
 
-    def _tokens(self, name: str, indices: NDArray[np.int64]) -> Sequence[NDArray[Any] | None]:
+    def _runs(self, name: str, indices: NDArray[np.int64]) -> list[NDArray[Any]]:
+        values = self.arrays[name]
+        return [values[first:end] for first, end in self._spans(f"{name}.offsets", indices)]
+
+    def _tokens(
+        self, name: str, indices: NDArray[np.int64], spans: Sequence[_Span]
+    ) -> Sequence[NDArray[Any] | None]:
         """The values of a token field, and None where a sample has none."""
-        if name not in self.arrays:
+        values = self.arrays.get(name)
+        if values is None:
             return [None] * len(indices)
-        values = self._runs(name, "offsets", indices)
-        return self._present(name, values, indices) if f"{name}.present" in self.arrays else values
+        runs = [values[first:end] for first, end in spans]
+        return self._present(name, runs, indices) if f"{name}.present" in self.arrays else runs
 
     def _present(self, name: str, values: Sequence[T], indices: NDArray[np.int64]) -> list[T | None]:
         present = self.arrays[f"{name}.present"][indices].tolist()
@@ -80,7 +89,7 @@ class Contents:
         """A tuple a sample of the distinct values that it names; equal ones are one object."""
         made: dict[tuple[int, ...], tuple[T, ...]] = {}
         chosen = []
-        for run in self._runs(name, f"{name}.offsets", indices):
+        for run in self._runs(name, indices):
             named = tuple(run.tolist())
             if named not in made:
                 if any(at < 0 for at in named):
@@ -89,19 +98,23 @@ class Contents:
             chosen.append(made[named])
         return chosen
 
-    def _routed_experts(self, indices: NDArray[np.int64]) -> Sequence[NDArray[Any] | None]:
+    def _routed_experts(
+        self, indices: NDArray[np.int64], spans: Sequence[_Span]
+    ) -> Sequence[NDArray[Any] | None]:
         """[T-1, L, K] of each sample as views of the column's bytes."""
         if EXPERTS not in self.arrays:
             return [None] * len(indices)
-        runs = self._runs(EXPERTS, f"{EXPERTS}.offsets", indices)
+        runs = self._runs(EXPERTS, indices)
         shapes = zip(*(self.arrays[name][indices].tolist() for name in EXPERT_COLUMNS), strict=True)
-        num_rows = np.diff(self.arrays["offsets"])[indices] - 1
-        return list(map(_experts, runs, shapes, num_rows.tolist()))
+        return [
+            _experts(run, shape, end - first - 1)
+            for run, shape, (first, end) in zip(runs, shapes, spans, strict=True)
+        ]
 
     def _media(self, indices: NDArray[np.int64]) -> Sequence[tuple[MediaArray, ...]]:
         if MEDIA not in self.arrays:
             return [()] * len(indices)
-        runs = (self._runs(name, f"{name}.offsets", indices) for name in (MEDIA, MEDIA_KINDS))
+        runs = (self._runs(name, indices) for name in (MEDIA, MEDIA_KINDS))
         return [decode_media(media.tobytes(), kinds.tobytes()) for media, kinds in zip(*runs, strict=True)]
 
 

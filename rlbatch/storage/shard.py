@@ -42,6 +42,9 @@ _TOGETHER = (
 )
 """Arrays that come all or not at all."""
 
+SAMPLES_AT_ONCE = 256
+"""Of a shard that is read through: enough that one costs little, and few enough to hold."""
+
 
 class Shard:
     """One file of N samples.
@@ -129,18 +132,10 @@ class Shard:
             StorageError: store-changed, the file is gone, or another one.
         """
         try:
-            found = _identity(self.path.stat())
+            status = self.path.stat()
         except OSError as error:
-            raise refusal(
-                "store-changed", self.path, expected="the shard that was opened", found=reason(error)
-            ) from error
-        if found != self._identity:
-            raise refusal(
-                "store-changed",
-                self.path,
-                expected=f"the shard that was opened, {self._identity[1]} bytes",
-                found=f"{found[1]} bytes, written since" if found[0] == self._identity[0] else "another file",
-            )
+            raise self._changed(reason(error)) from error
+        self._require_same(status)
 
     def texts(self, name: str) -> list[str]:
         """[N] the values of a column of text; the empty text where there is none.
@@ -163,15 +158,50 @@ class Shard:
 
     def chosen(self, indices: Sequence[int]) -> list[Sample]:
         """`sample` of many, at the price of a few."""
+        at = np.array(indices, np.int64)
+        # RecordError and UnicodeDecodeError are ValueErrors.
         try:
+            fields = self._contents.fields(at)
             if self._derived is not None:
-                at = np.array(indices, np.int64)
-                fields = self._contents.fields(at) | self._derived.fields(at)
-                return Sample.unchecked(fields, len(indices))
-        except (ValueError, LookupError):
-            # One of them is wrong, and made alone it says so.
-            pass
-        return [self._checked_sample(index) for index in indices]
+                return Sample.unchecked(fields | self._derived.fields(at), len(at))
+            rows = zip(*fields.values(), strict=True)
+            return [Sample(**dict(zip(fields, row, strict=True))) for row in rows]
+        except (ValueError, LookupError) as error:
+            if len(at) > 1:
+                # One of them is wrong, and made alone it says so.
+                return [self.sample(index) for index in indices]
+            raise refusal(
+                "shard-altered", self.path, sample=int(at[0]), expected="a sample", found=shown(str(error))
+            ) from error
+
+    def copies(self, indices: Sequence[int], memories: Sequence[Mapping[str, NDArray[Any]]]) -> list[Sample]:
+        """`chosen`, but with arrays that are no views of the file.
+
+        What memory is given for is read into it, past the map: of samples that lie far apart, the map would
+        bring in the pages around each.
+
+        Args:
+            indices: of the samples.
+            memories: of each, token fields that no sample lacks -> [T] of their dtype.
+
+        Raises:
+            StorageError: store-changed; as `sample`.
+        """
+        try:
+            with self.path.open("rb", buffering=0) as file:
+                self._require_same(os.fstat(file.fileno()))
+                starts = self.offsets[np.array(indices, np.int64)].tolist()
+                for start, memory in zip(starts, memories, strict=True):
+                    for name, values in memory.items():
+                        file.seek(self._entries[name].start + start * values.itemsize)
+                        if file.readinto(values.data) != values.nbytes:
+                            raise self._changed("a shorter file")
+        except StorageError:
+            raise
+        except OSError as error:
+            raise self._changed(reason(error)) from error
+        samples = zip(self.chosen(indices), memories, strict=True)
+        return [sample.copied(memory) for sample, memory in samples]
 
     def stretch(self, start: int, stop: int) -> Stretch:
         """Samples start:stop with the flat arrays that theirs are views of.
@@ -192,18 +222,18 @@ class Shard:
     def samples(self) -> Iterator[Sample]:
         """Every sample in order, once `verify` has passed."""
         self.verify()
-        for index in range(len(self)):
-            yield self.sample(index)
+        for start in range(0, len(self), SAMPLES_AT_ONCE):
+            yield from self.chosen(range(start, min(start + SAMPLES_AT_ONCE, len(self))))
 
-    def _checked_sample(self, index: int) -> Sample:
-        # RecordError and UnicodeDecodeError are ValueErrors.
-        try:
-            fields = self._contents.fields(np.array([index]))
-            return Sample(**{name: value for name, (value,) in fields.items()})
-        except (ValueError, LookupError) as error:
-            raise refusal(
-                "shard-altered", self.path, sample=index, expected="a sample", found=shown(str(error))
-            ) from error
+    def _require_same(self, status: os.stat_result) -> None:
+        found = _identity(status)
+        if found != self._identity:
+            same_file = found[0] == self._identity[0]
+            raise self._changed(f"{found[1]} bytes, written since" if same_file else "another file")
+
+    def _changed(self, found: str) -> StorageError:
+        expected = f"the shard that was opened, {self._identity[1]} bytes"
+        return refusal("store-changed", self.path, expected=expected, found=found)
 
     def _verify(self, names: Iterable[str]) -> None:
         for name in sorted(names, key=lambda name: self._entries[name].start):
