@@ -18,6 +18,7 @@ from typer.testing import CliRunner, Result
 from rlbatch.catalogue import CATALOGUE
 from rlbatch.cli import app
 from rlbatch.cli.demo import judge, load
+from rlbatch.cli.explain import FOUND
 from rlbatch.cli.options import HELP
 from rlbatch.faults import FAULTS
 from rlbatch.storage import open_reader
@@ -303,7 +304,7 @@ def test_every_code_is_explained_in_full(code: str) -> None:
     result = rlbatch("explain", code)
     entry = CATALOGUE[code]
     assert result.exit_code == 0
-    for text in (entry.code, entry.symptom, entry.check, entry.likely, entry.fix):
+    for text in (entry.code, FOUND[entry.level], entry.symptom, entry.check, entry.likely, entry.fix):
         assert text in result.stdout
 
 
@@ -330,7 +331,10 @@ def test_the_demonstration_names_every_fault_and_none_in_good_data() -> None:
     assert paragraphs[0] == "32 rollouts of a real vLLM server, 1746 sampled tokens: sound, nothing to say"
     # The model's own logprobs are stored: what changes ids or temperature takes the model itself.
     codes = [code for code, fault in FAULTS.items() if not fault.rescored]
-    assert len(paragraphs) == 1 + len(codes) + 1
+    # The first is the good data's, the last two say what was seen, and nothing.
+    assert len(paragraphs) == 1 + len(codes) + 2
+    assert paragraphs[-2].startswith(f"{len(codes)} of {len(codes)} faults named. ")
+    assert paragraphs[-1] == ""
     for code, paragraph in zip(codes, paragraphs[1:], strict=False):
         assert paragraph.startswith(f"planted: {code}. ")
         assert f"\n[{code}]" in paragraph

@@ -16,7 +16,7 @@ from torch import Tensor
 from rlbatch.alignment.evidence import Evidence
 from rlbatch.alignment.families import FAMILIES
 from rlbatch.alignment.limits import LOOK_ELEMENTS
-from rlbatch.alignment.logits import WINDOW_TOKENS, require_same_rows
+from rlbatch.alignment.logits import WINDOW_TOKENS, require_finite, require_same_rows
 from rlbatch.alignment.seen import Seen
 from rlbatch.errors import Where
 from rlbatch_kernels import token_logprobs
@@ -131,7 +131,7 @@ def _window(part: Evidence, start: int) -> Window:
     again = own = target = None
     if logits is not None:
         ids = torch.from_numpy(part.ids)
-        again = _logprobs(logits, ids, part.divisor)
+        again = require_finite(_logprobs(logits, ids, part.divisor), place=part.place)
         target = logits.gather(1, ids[:, None])[:, 0].double().numpy() / part.divisor
         own = np.append(_logprobs(logits[1:], ids[:-1], part.divisor), np.nan)
     stated = np.where(usable, part.trainer, 0.0) if again is None else again

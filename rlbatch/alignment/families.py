@@ -11,7 +11,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from rlbatch.alignment.seen import MOST_KEPT, Known, Seen
+from rlbatch.alignment.seen import MAX_EXPONENT, MOST_KEPT, Known, Seen
 
 Values = NDArray[np.float64]
 
@@ -134,6 +134,7 @@ class _Held:
         """[n] what their probabilities sum to, with the logits times this."""
         np.multiply(self.logits, factor, out=self.room)
         np.subtract(self.room, self.whole, out=self.room)
+        np.minimum(self.room, MAX_EXPONENT, out=self.room)
         np.exp(self.room, out=self.room)
         mass = np.zeros(self.num_tokens)
         if len(self.starts):
@@ -160,7 +161,7 @@ def _less(seen: Seen, sizes: Values, counts: NDArray[np.int64]) -> Values:
         else np.zeros((len(counts), 0))
     )
     steps = sizes / seen.divisor
-    lifted = mass @ np.exp(-np.arange(1, most + 1)[:, None] * steps)
+    lifted = mass @ np.exp(np.minimum(-np.arange(1, most + 1)[:, None] * steps, MAX_EXPONENT))
     held = known.own(known.logits)[:, None] - known.own(counts)[:, None] * steps
     predicted: Values = held - known.whole[:, None] - np.log(known.rest(counts > 0)[:, None] + lifted)
     return predicted

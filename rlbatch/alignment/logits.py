@@ -58,6 +58,17 @@ def ask(logits_for: LogitsFor, batch: Batch, index: int, start: int, stop: int, 
     return logits
 
 
+def require_finite(again: NDArray[np.float64], *, place: Where) -> NDArray[np.float64]:
+    """The logprobs [n] that follow from logits; they are NaN where some logit is NaN or infinite.
+
+    Raises:
+        AlignmentError: `batch-mismatch`.
+    """
+    if not np.isfinite(again).all():
+        raise _refused("logits whose softmax is finite", "NaN or infinity beside the targets", place)
+    return again
+
+
 def require_same_rows(
     again: NDArray[np.float64], trainer: NDArray[np.float64], inference: NDArray[np.float64], *, place: Where
 ) -> None:

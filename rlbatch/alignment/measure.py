@@ -20,6 +20,7 @@ from rlbatch.records import Provenance
 from rlbatch_kernels import STAT_COLUMNS, PolicyRatio, alignment_stats, policy_ratio
 
 COLUMN = {name: index for index, name in enumerate(STAT_COLUMNS)}
+LOGPROB_DTYPES = (torch.float32, torch.float64)
 _MAXIMA = [COLUMN[name] for name in STAT_COLUMNS if name.startswith("max_")]
 
 
@@ -102,7 +103,8 @@ def measure(batch: Batch, trainer_logprobs: Tensor) -> Measured:
         trainer_logprobs: [B, T] float32 or float64, nats, of `batch.target_ids`.
 
     Raises:
-        AlignmentError: `batch-mismatch`, where the logprobs cannot be those of this batch.
+        AlignmentError: `batch-mismatch`, where the logprobs cannot be those of this batch, or its own are of
+            no dtype that can be compared.
     """
     _check(batch, trainer_logprobs)
     detached = trainer_logprobs.detach()
@@ -136,17 +138,21 @@ def _windows(batch: Batch) -> tuple[Tensor, NDArray[np.int64]]:
 
 def _check(batch: Batch, trainer_logprobs: object) -> None:
     shape, device = list(batch.shape), batch.loss_mask.device
-    expected = f"trainer logprobs {shape} float32 or float64 on {device}"
-    if not isinstance(trainer_logprobs, Tensor):
-        raise _mismatch(expected, type(trainer_logprobs).__name__)
-    values = trainer_logprobs
-    if (
-        list(values.shape) != shape
-        or values.dtype not in (torch.float32, torch.float64)
-        or values.device != device
-    ):
-        dtype = str(values.dtype).removeprefix("torch.")
-        raise _mismatch(expected, f"{list(values.shape)} {dtype} on {values.device}")
+    expected = (
+        ("trainer logprobs", trainer_logprobs, LOGPROB_DTYPES),
+        ("inference_logprobs", batch.inference_logprobs, LOGPROB_DTYPES),
+        ("loss_mask", batch.loss_mask, (torch.bool,)),
+    )
+    for name, value, dtypes in expected:
+        words = f"{name} {shape} {' or '.join(map(_word, dtypes))} on {device}"
+        if not isinstance(value, Tensor):
+            raise _mismatch(words, type(value).__name__)
+        if list(value.shape) != shape or value.dtype not in dtypes or value.device != device:
+            raise _mismatch(words, f"{list(value.shape)} {_word(value.dtype)} on {value.device}")
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _mismatch(expected: str, found: str) -> AlignmentError:

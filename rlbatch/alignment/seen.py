@@ -18,6 +18,8 @@ Values = NDArray[np.float64]
 
 MOST_KEPT = 1024
 """Largest kept set that is told from the whole vocabulary."""
+MAX_EXPONENT = 600.0
+"""Beyond, exp would leave float64: logits may be of any size."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -127,7 +129,8 @@ class Known:
         return cls(
             logits=mine,
             whole=seen.whole,
-            chances=np.exp(mine - seen.whole[:, None]),
+            # At huge logits rounding alone would pass 1.
+            chances=np.exp(np.minimum(mine - seen.whole[:, None], 0)),
             column=column,
             in_sequence=within + (prompt + sampled),
             in_completion=within + sampled,

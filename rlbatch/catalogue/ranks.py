@@ -8,7 +8,7 @@ ENTRIES = (
         level="ranks",
         severity="error",
         symptom="The ranks of one step are not at the same place of their loops.",
-        check="Number of batches, trainer_version, mode of the gate and limits, on every rank.",
+        check="Batches, trainer_version, mode of the gate, limits and samples of the step, on every rank.",
         likely="ranks were given different numbers of micro-batches, or one missed a weight update",
         fix="share a step out so that every rank has as many batches, and update all of them together",
     ),

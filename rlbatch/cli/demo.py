@@ -48,9 +48,17 @@ def run() -> Iterator[tuple[str, bool]]:
         + (render(findings) if findings else "sound, nothing to say"),
         not findings,
     )
-    for fault in FAULTS.values():
-        if not fault.rescored:
-            yield _planted(fault, samples)
+    faults = [fault for fault in FAULTS.values() if not fault.rescored]
+    num_named = 0
+    for fault in faults:
+        text, is_named = _planted(fault, samples)
+        num_named += is_named
+        yield text, is_named
+    yield (
+        f"{num_named} of {len(faults)} faults named. The same on your own model and rollouts: "
+        "rlbatch drill ROLLOUTS --model DIR; more on a code: rlbatch explain CODE",
+        True,
+    )
 
 
 def load() -> list[Sample]:

@@ -3,13 +3,25 @@
 from difflib import get_close_matches
 
 from rlbatch.catalogue import CATALOGUE, Entry
+from rlbatch.catalogue.entry import Level
+
+FOUND: dict[Level, str] = {
+    "reply": "in the reply of an engine",
+    "storage": "in a file",
+    "sound": "in samples or batches alone, before any trainer is asked",
+    "scoring": "in the trainer's model",
+    "aligned": "against the trainer's logprobs, segment by segment",
+    "drift": "in the aggregate of a step or a file",
+    "ranks": "between the ranks of a group",
+}
+"""Where each level finds its codes, in words."""
 
 
 def entry_text(entry: Entry) -> str:
     """One entry, in full."""
     return "\n".join(
         [
-            f"[{entry.code}] {entry.severity}, level {entry.level}",
+            f"[{entry.code}] {entry.severity}, found {FOUND[entry.level]}",
             f"  symptom: {entry.symptom}",
             f"  check:   {entry.check}",
             f"  likely:  {entry.likely}",
@@ -23,7 +35,8 @@ def list_text() -> str:
     width = max(map(len, CATALOGUE))
     lines: list[str] = []
     for level in dict.fromkeys(entry.level for entry in CATALOGUE.values()):
-        lines += ["", f"{level}:"] if lines else [f"{level}:"]
+        heading = f"{level}, found {FOUND[level]}:"
+        lines += ["", heading] if lines else [heading]
         lines += [
             f"  {entry.code:<{width}}  {entry.symptom}"
             for entry in CATALOGUE.values()
