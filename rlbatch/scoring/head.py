@@ -16,6 +16,7 @@ from rlbatch.batch import Batch
 from rlbatch.catalogue import finding
 from rlbatch.errors import ScoringError
 from rlbatch.scoring.kept import kept_sets
+from rlbatch.scoring.model import embedding_of
 from rlbatch.scoring.transforms import LogitTransform
 from rlbatch.scoring.wrappers import model_name, unwrapped
 from rlbatch_kernels import linear_logprobs
@@ -31,8 +32,7 @@ def output_head(model: nn.Module) -> nn.Linear:
             or its forward is overridden already, by an offload hook or by this package.
     """
     name = model_name(model)
-    find_head = getattr(unwrapped(model), "get_output_embeddings", None)
-    found = None if find_head is None else find_head()
+    found = embedding_of(model, "get_output_embeddings")
     if found is None:
         raise _unusable(f"a transformers model with output embeddings, in {name}", "none")
     head = unwrapped(found)

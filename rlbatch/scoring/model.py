@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from safetensors import SafetensorError
@@ -20,6 +20,8 @@ from rlbatch.scoring.wrappers import model_name, unwrapped
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+Getter: TypeAlias = Literal["get_input_embeddings", "get_output_embeddings"]
 
 _FIX = "give a directory that save_pretrained wrote: config.json and safetensors weights"
 
@@ -82,7 +84,7 @@ def model_vocab_size(model: nn.Module) -> int:
         ScoringError: the input embedding is not a table of vectors.
     """
     num_rows = num_input_rows(model)
-    head = _embedding(model, "get_output_embeddings")
+    head = embedding_of(model, "get_output_embeddings")
     num_outputs = None if head is None else _num_rows(head, "out_features")
     return num_rows if num_outputs is None else min(num_rows, num_outputs)
 
@@ -93,7 +95,7 @@ def num_input_rows(model: nn.Module) -> int:
     Raises:
         ScoringError: the input embedding is not a table of vectors.
     """
-    embedding = _embedding(model, "get_input_embeddings")
+    embedding = embedding_of(model, "get_input_embeddings")
     num_rows = None if embedding is None else _num_rows(embedding, "num_embeddings")
     if num_rows is None:
         raise ScoringError.of(
@@ -113,12 +115,12 @@ def input_weight(model: nn.Module) -> Tensor:
         ScoringError: the input embedding is not a table of vectors.
     """
     num_input_rows(model)
-    embedding: Any = _embedding(model, "get_input_embeddings")
+    embedding: Any = embedding_of(model, "get_input_embeddings")
     weight: Tensor = embedding.weight
     return weight
 
 
-def _embedding(model: nn.Module, getter: str) -> nn.Module | None:
+def embedding_of(model: nn.Module, getter: Getter) -> nn.Module | None:
     """What the getter of the model within its wrappers gives; None where it has no such getter."""
     find = getattr(unwrapped(model), getter, None)
     found: nn.Module | None = None if find is None else find()
