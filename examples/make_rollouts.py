@@ -8,14 +8,12 @@ that the author of this script knows, no reader guesses it.
 
 import argparse
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from rlbatch.audit import Scorer, load_scorer
-from rlbatch.collate import collate
+from rlbatch.collate import collate, with_logprobs
 from rlbatch.records import LogprobsMode, Sample
 from rlbatch.storage import open_writer, write_shard
 from rlbatch.storage.recordings import read_recording
@@ -66,12 +64,8 @@ def with_trainer(sample: Sample, scorer: Scorer) -> Sample:
     """The sample with the model's own logprobs as `proximal_logprobs`."""
     batch = collate([sample], layout="padded")
     with torch.no_grad():
-        scored = scorer.score(batch)[0].numpy()
-    # Position t of the batch predicts token t + 1.
-    logprobs = np.full(len(sample), np.nan, np.float32)
-    logprobs[1:] = scored[:-1]
-    logprobs[~sample.loss_mask] = np.nan
-    return replace(sample, proximal_logprobs=logprobs)
+        logprobs = scorer.score(batch)
+    return with_logprobs(batch, logprobs, field="proximal_logprobs")[0]
 
 
 if __name__ == "__main__":

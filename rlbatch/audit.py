@@ -20,7 +20,7 @@ from rlbatch.alignment.limits import CLEAN_MEAN
 from rlbatch.batch import Batch
 from rlbatch.catalogue import finding
 from rlbatch.collate import collate
-from rlbatch.errors import Finding, RecordError, ReplyError, ScoringError, StorageError, Where
+from rlbatch.errors import Finding, RecordError, ReplyError, StorageError, Where
 from rlbatch.figures import Figures
 from rlbatch.packing import Room, plan_batches, too_long
 from rlbatch.records import Origin, Provenance, Sample
@@ -78,7 +78,7 @@ def load_scorer(path: Path, *, device: str, dtype: torch.dtype) -> Scorer:
         StorageError: the directory holds no whole model.
         ScoringError: the device is not on this machine.
     """
-    model = load_model(path, device=_known(device), dtype=dtype)
+    model = load_model(path, device=device, dtype=dtype)
     end = None if model.generation_config is None else model.generation_config.eos_token_id
     ids = [] if end is None else end if isinstance(end, list) else [end]
     return Scorer(
@@ -245,20 +245,6 @@ def slices(rows: Iterable[Row], *, max_tokens: int) -> Iterator[list[Row]]:
             part, num_tokens = [], 0
     if part:
         yield part
-
-
-def _known(device: str) -> str:
-    """A device that torch can use; `load_model` says of CUDA devices which are there."""
-    try:
-        if torch.device(device).type != "cuda":
-            torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        # The first line says it; a backend may add a page of advice.
-        found = str(error).partition("\n")[0]
-        raise ScoringError.of(
-            finding("device-missing", expected=f"the device {device!r}", found=found)
-        ) from None
-    return device
 
 
 def _mismatches(provenance: Provenance, scorer: Scorer, path: Path) -> Iterator[Finding]:

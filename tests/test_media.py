@@ -12,7 +12,8 @@ from rlbatch.collate import collate, unpack
 from rlbatch.dialects import as_dict
 from rlbatch.errors import RecordError, StorageError
 from rlbatch.records import MediaArray, Sample, identical
-from rlbatch.scoring import model_inputs
+from rlbatch.records.media import RESERVED_NAMES
+from rlbatch.scoring import ModelInputs, model_inputs
 from rlbatch.storage import open_reader, write_shard
 from rlbatch.storage.media import decode_media, encode_media
 
@@ -149,6 +150,21 @@ def test_names_come_once_and_media_are_media():
         replace(made, media=media(a=np.zeros(1, np.uint8)) * 2)
     with pytest.raises(RecordError, match="expected MediaArray, found"):
         replace(made, media=(np.zeros(1),))
+
+
+def test_no_medium_replaces_what_the_tokens_decide():
+    arguments = {"input_ids", "position_ids", "attention_mask", "use_cache"}
+    assert arguments == set(ModelInputs.__annotations__)
+    assert arguments < set(RESERVED_NAMES)
+    for name in RESERVED_NAMES:
+        with pytest.raises(RecordError, match=rf"found '{name}', which the tokens decide"):
+            MediaArray(name=name, values=np.zeros((1, 3), np.int64))
+
+
+def test_a_shard_that_names_a_medium_so_is_refused():
+    data, kinds = encode_media(media(pixel_values=np.zeros((1, 3), np.int64)))
+    with pytest.raises(RecordError, match="which the tokens decide"):
+        decode_media(data, kinds.replace(b"pixel_values", b"input_ids"))
 
 
 def test_no_dialect_loses_them_silently():

@@ -19,7 +19,7 @@ def test_the_loop_in_the_readme_runs_and_gives_gradients(tmp_path, monkeypatch, 
     from rlbatch.scoring import load_model
 
     monkeypatch.chdir(tmp_path)
-    model = load_model(tinylm_dir, device="cpu", dtype="float32")
+    model = load_model(tinylm_dir, device="cpu", dtype=torch.float32)
     recording = json.loads((data_dir / "replies/fp32_raw/completions_n2_t1.json").read_text())
     names = {"reply": recording["response"], "model": model, "advantages": [1.0, -1.0]}
     exec(compile(block("loop"), "README.md", "exec"), names)

@@ -1,4 +1,4 @@
-"""The proof that packed sequences are kept apart, and what it must catch."""
+"""The proofs that packed sequences are kept apart and padding out, and what they must catch."""
 
 import gc
 import pickle
@@ -9,8 +9,10 @@ import scoring_cases as cases
 import torch
 import transformers
 
-from rlbatch.errors import PackingLeakError
-from rlbatch.scoring import load_model, require_packing_isolated
+from rlbatch.collate import Padding, collate
+from rlbatch.errors import PackingLeakError, ScoringError
+from rlbatch.scoring import load_model, require_packing_isolated, trainer_logprobs
+from rlbatch.scoring.isolation import require_padding_ignored
 
 
 class _CallCounter(transformers.LlamaForCausalLM):
@@ -29,6 +31,13 @@ class _LeaksALittle(transformers.LlamaForCausalLM):
         across = super().forward(input_ids, position_ids=position_ids, use_cache=True)
         apart.logits = 0.998 * apart.logits + 0.002 * across.logits
         return apart
+
+
+class _ReadsPadding(transformers.LlamaForCausalLM):
+    """As a recurrent model does: no mask, and positions of the row."""
+
+    def forward(self, input_ids, attention_mask, position_ids, use_cache):
+        return super().forward(input_ids, use_cache=False)
 
 
 class _ScaledByRowLength(transformers.LlamaForCausalLM):
@@ -93,6 +102,72 @@ def test_a_model_that_is_not_finite_is_not_passed():
         model.model.norm.weight.fill_(float("nan"))
     with pytest.raises(PackingLeakError):
         require_packing_isolated(model)
+
+
+# -- padding in front ----------------------------------------------------------------------------------------
+
+
+def _padded(side, lengths=(5, 9)):
+    samples = cases.make_samples(lengths, temperatures=(1.0,) * len(lengths))
+    return samples, collate(samples, layout="padded", padding=Padding(side=side))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("name", "attention"), cases.CASES)
+def test_sound_models_read_no_padding_in_any_dtype(name, attention, dtype):
+    model = cases.tiny_model(name, attention=attention).to(dtype)
+    require_padding_ignored(model, _padded("left")[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_model_that_reads_padding_is_refused_where_it_is_in_front(dtype):
+    model = cases.tiny_model("llama", cls=_ReadsPadding).to(dtype)
+    with pytest.raises(ScoringError, match=r"\[padding-leak\]\n  expected: from _ReadsPadding") as caught:
+        trainer_logprobs(model, _padded("left")[1])
+    assert caught.value.code == "padding-leak"
+
+
+def test_values_that_are_no_number_behind_padding_are_refused():
+    # transformers masks by float64's lowest number, but takes the softmax in float32, where that is -inf.
+    model = cases.tiny_model("llama", attention="eager").double()
+    with pytest.raises(ScoringError, match=r"found:    nan apart"):
+        trainer_logprobs(model, _padded("left")[1])
+    trainer_logprobs(cases.tiny_model("llama", attention="sdpa").double(), _padded("left")[1])
+
+
+@pytest.mark.parametrize(("side", "lengths"), [("right", (5, 9)), ("left", (9, 9))])
+def test_the_same_model_is_right_where_nothing_is_in_front(side, lengths):
+    model = cases.tiny_model("llama", cls=_ReadsPadding)
+    samples, batch = _padded(side, lengths)
+    with torch.no_grad():
+        logprobs = trainer_logprobs(model, batch)
+    plain = cases.tiny_model("llama")
+    for sample, found in zip(samples, cases.by_sample(batch, logprobs), strict=True):
+        torch.testing.assert_close(found, cases.true_logprobs(plain, sample), atol=1e-4, rtol=0)
+
+
+def test_padding_is_measured_once_and_again_where_it_was_refused():
+    class Counter(_ReadsPadding):
+        num_calls = 0
+
+        def forward(self, *args, **kwargs):
+            self.num_calls += 1
+            return super().forward(*args, **kwargs)
+
+    model = cases.tiny_model("llama", cls=Counter)
+    # Padding on the right asks too, since other ranks may have rows without any.
+    for _ in range(2):
+        require_padding_ignored(model, _padded("right")[1])
+        assert model.num_calls == 5
+    with pytest.raises(ScoringError):
+        require_padding_ignored(model, _padded("left")[1])
+    assert model.num_calls == 5
+    with pytest.raises(ScoringError):
+        require_padding_ignored(model, _padded("left")[1])
+    assert model.num_calls == 10
+
+
+# -- both ----------------------------------------------------------------------------------------------------
 
 
 def test_dropout_is_off_during_the_proof_and_every_mode_comes_back():

@@ -130,6 +130,22 @@ def test_a_device_that_is_not_there_is_named(tinylm_dir):
     assert caught.value.code == "device-missing"
 
 
+@pytest.mark.parametrize("device", ["banana", "", "cuda:-1", "mtia", None])
+def test_what_torch_does_not_know_is_no_device(tinylm_dir, device):
+    with pytest.raises(
+        ScoringError, match=rf"\[device-missing\]\n  expected: the device {device}\n"
+    ) as caught:
+        _load(tinylm_dir, device=device)
+    assert len(caught.value.findings[0].found.splitlines()) == 1
+
+
+@pytest.mark.parametrize("dtype", ["banana", "float32", torch.int64, torch.bool, None])
+def test_a_dtype_is_a_floating_one_of_torch(tinylm_dir, dtype):
+    with pytest.raises(ScoringError, match=r"\[dtype-unusable\]") as caught:
+        _load(tinylm_dir, dtype=dtype)
+    assert caught.value.findings[0].found == repr(dtype)
+
+
 def test_nothing_is_printed(tinylm_dir, capfd):
     _load(tinylm_dir)
     assert capfd.readouterr() == ("", "")
@@ -149,7 +165,8 @@ def test_a_model_without_an_embedding_table_is_refused():
     model = cases.tiny_model("llama")
     model.set_input_embeddings(nn.Identity())
     with pytest.raises(
-        ScoringError, match=r"an input embedding with a weight \[V, D\]\n  found:    Identity"
+        ScoringError,
+        match=r"an input embedding with a weight \[V, D\], in LlamaForCausalLM\n  found:    Identity",
     ):
         model_vocab_size(model)
 

@@ -1,4 +1,7 @@
-"""Two gloo processes and fully_shard against one process and plain logits, forward and gradient."""
+"""Two gloo processes, sharded or replicated, against one process and plain logits, forward and gradient."""
+
+import warnings
+from datetime import timedelta
 
 import pytest
 import scoring_cases as cases
@@ -6,16 +9,30 @@ import torch
 import torch.distributed as dist
 from torch import multiprocessing
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
-from rlbatch.collate import collate
+from rlbatch.collate import Padding, collate
 from rlbatch.errors import ScoringError
 from rlbatch.scoring import logprob_head, trainer_logprobs
 
 NUM_RANKS = 2
 # Gemma 2's head is tied to its embedding, which only the root's group can hold; Granite's is not.
 CASES = [("gemma2", ()), ("gemma2", ("layers",)), ("granite", ()), ("granite", ("layers", "head"))]
+
+
+# (replicated or sharded, model, classes in a unit of their own): FSDP's older form keeps flat weights or
+# flat parts of parameters.
+WRAPPERS = [
+    ("replicated", "gemma2", ()),
+    ("replicated", "granite", ()),
+    ("flat", "gemma2", ()),
+    ("flat", "granite", ("layers", "head")),
+    ("parts", "gemma2", ("layers",)),
+    ("parts", "granite", ("layers", "head")),
+]
 
 
 def _batch(rank):
@@ -32,9 +49,42 @@ def _shard(model, groups):
     fully_shard(model, mesh=mesh)
 
 
+def _wrapped(kind, name, groups):
+    model = cases.tiny_model(name)
+    if kind == "replicated":
+        return DistributedDataParallel(model)
+    classes = {"layers": type(model.model.layers[0]), "head": type(model.lm_head)}
+    return FullyShardedDataParallel(
+        model,
+        device_id=torch.device("cpu"),
+        use_orig_params=kind == "parts",
+        auto_wrap_policy=ModuleWrapPolicy({classes[group] for group in groups}) if groups else None,
+    )
+
+
+def _gradients(wrapper):
+    """By the model's own names, whole."""
+    if isinstance(wrapper, DistributedDataParallel):
+        return {key: parameter.grad for key, parameter in wrapper.module.named_parameters()}
+    if not wrapper._use_orig_params:
+        return {}
+    with FullyShardedDataParallel.summon_full_params(wrapper, with_grads=True):
+        return {
+            key.replace("_fsdp_wrapped_module.", ""): parameter.grad.clone()
+            for key, parameter in wrapper.named_parameters()
+        }
+
+
 def _run_rank(rank, store, results):
+    warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=NUM_RANKS)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=NUM_RANKS,
+        timeout=timedelta(seconds=300),
+    )
     answers = {}
     for name, groups in CASES:
         model = cases.tiny_model(name)
@@ -43,6 +93,12 @@ def _run_rank(rank, store, results):
         logprobs.sum().backward()
         gradients = {key: parameter.grad.full_tensor() for key, parameter in model.named_parameters()}
         answers[name, groups] = (logprobs.detach(), gradients)
+    for case in WRAPPERS:
+        wrapper = _wrapped(*case)
+        logprobs = trainer_logprobs(wrapper, _batch(rank))
+        logprobs.sum().backward()
+        answers[case] = (logprobs.detach(), _gradients(wrapper))
+    answers["padded"] = _padding_on_one_rank(rank)
     answers["mixed"] = _mixed_precision(rank)
     answers["outside"] = _error_outside_the_forward(rank)
     torch.save(answers, results / f"{rank}.pt")
@@ -56,6 +112,16 @@ def _mixed_precision(rank):
     fully_shard(model, mesh=init_device_mesh("cpu", (NUM_RANKS,)), mp_policy=policy)
     with torch.no_grad():
         return trainer_logprobs(model, _batch(rank))
+
+
+def _padding_on_one_rank(rank):
+    """Of the ranks only one has padding in front of a sequence; the proof takes them all."""
+    model = cases.tiny_model("granite")
+    _shard(model, ())
+    samples = cases.make_samples(seed=rank)[: 3 - 2 * rank]
+    batch = collate(samples, layout="padded", padding=Padding(side="left"))
+    with torch.no_grad():
+        return cases.by_sample(batch, trainer_logprobs(model, batch))
 
 
 def _error_outside_the_forward(rank):
@@ -105,6 +171,31 @@ def test_sharded_head_equals_one_process(name, groups, answers):
         for key, parameter in model.named_parameters():
             size = max(1.0, float(parameter.grad.abs().max()))
             torch.testing.assert_close(gradients[key], parameter.grad, atol=1e-5 * size, rtol=0)
+
+
+@pytest.mark.parametrize("case", WRAPPERS)
+def test_a_wrapped_model_equals_one_process(case, answers):
+    kind, name, _ = case
+    model = cases.tiny_model(name)
+    expected = [_plain(model, rank) for rank in range(NUM_RANKS)]
+    (sum(logprobs.sum() for logprobs in expected) / NUM_RANKS).backward()
+    for rank, answer in enumerate(answers):
+        logprobs, gradients = answer[case]
+        torch.testing.assert_close(logprobs, expected[rank].detach(), atol=1e-5, rtol=0)
+        # Flat weights have flat gradients, of no names.
+        assert set(gradients) == (set() if kind == "flat" else {key for key, _ in model.named_parameters()})
+        for key, gradient in gradients.items():
+            own = model.get_parameter(key).grad
+            torch.testing.assert_close(gradient, own, atol=1e-5 * max(1.0, float(own.abs().max())), rtol=0)
+
+
+def test_ranks_with_and_without_padding_in_front_do_not_wait_for_each_other(answers):
+    model = cases.tiny_model("granite")
+    for rank, answer in enumerate(answers):
+        samples = cases.make_samples(seed=rank)[: len(answer["padded"])]
+        for sample, found in zip(samples, answer["padded"], strict=True):
+            torch.testing.assert_close(found, cases.true_logprobs(model, sample), atol=1e-4, rtol=0)
+    assert [len(answer["padded"]) for answer in answers] == [3, 1]
 
 
 def test_mixed_precision_is_allowed_for_as_the_rounding_it_is(answers):

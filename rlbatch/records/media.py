@@ -13,6 +13,18 @@ from rlbatch.records.structure import check_text, keep, kind_of
 MEDIA_DTYPES = tuple(map(np.dtype, ("bool", "uint8", "int32", "int64", "float16", "float32")))
 """What processors make. bfloat16 is not numpy's: widen it to float32, which is exact."""
 
+RESERVED_NAMES = (
+    "input_ids",
+    "inputs_embeds",
+    "position_ids",
+    "attention_mask",
+    "use_cache",
+    "past_key_values",
+    "cache_position",
+    "labels",
+)
+"""Arguments of a model that its tokens decide: under one of these names a medium would replace them."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MediaArray:
@@ -25,6 +37,11 @@ class MediaArray:
 
     def __post_init__(self) -> None:
         check_text(self, "name")
+        if self.name in RESERVED_NAMES:
+            raise RecordError(
+                f"MediaArray.name: expected an input besides tokens, as pixel_values, found {self.name!r}, "
+                "which the tokens decide. Leave it out"
+            )
         if not isinstance(self.values, np.ndarray):
             raise RecordError(f"MediaArray.values: expected a numpy array, found {kind_of(self.values)}")
         if self.values.dtype not in MEDIA_DTYPES:

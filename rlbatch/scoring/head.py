@@ -7,7 +7,6 @@ are what the head gives; `rlbatch.scoring.proof` does.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -17,30 +16,31 @@ from rlbatch.batch import Batch
 from rlbatch.catalogue import finding
 from rlbatch.errors import ScoringError
 from rlbatch.scoring.kept import kept_sets
-from rlbatch.scoring.transforms import LogitTransform, model_name
+from rlbatch.scoring.model import embedding_of
+from rlbatch.scoring.transforms import LogitTransform
+from rlbatch.scoring.wrappers import model_name, unwrapped
 from rlbatch_kernels import linear_logprobs
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 _WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def output_head(model: "PreTrainedModel") -> nn.Linear:
-    """The model's output embedding, where it is a plain linear layer that can be overridden.
+def output_head(model: nn.Module) -> nn.Linear:
+    """The output embedding of the model within its wrappers, where it is a plain linear layer.
 
     Raises:
         ScoringError: there is none; or it is quantised, adapted or otherwise computes something of its own;
             or its forward is overridden already, by an offload hook or by this package.
     """
     name = model_name(model)
-    find_head = getattr(model, "get_output_embeddings", None)
-    head = None if find_head is None else find_head()
-    if head is None:
+    found = embedding_of(model, "get_output_embeddings")
+    if found is None:
         raise _unusable(f"a transformers model with output embeddings, in {name}", "none")
-    # Quantised and adapted layers subclass Linear and bring a forward of their own.
+    head = unwrapped(found)
+    # Quantised layers subclass Linear, adapted ones are named like it; each has a forward of its own.
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
-        raise _unusable(f"a plain torch.nn.Linear as the head of {name}", type(head).__name__)
+        raise _unusable(
+            f"a plain torch.nn.Linear as the head of {name}", f"{type(head).__module__}.{type(head).__name__}"
+        )
     if head.weight.dtype not in _WEIGHT_DTYPES:
         raise _unusable(f"a float weight of at least 16 bits in the head of {name}", str(head.weight.dtype))
     if "forward" in vars(head):
@@ -59,6 +59,31 @@ def overridden(head: nn.Linear, forward: Callable[[Tensor], Tensor]) -> Iterator
         yield
     finally:
         del head.forward
+
+
+@contextmanager
+def same_dtype_required(model: nn.Module, head: nn.Linear) -> Iterator[None]:
+    """Within, a head of another dtype than its hidden states is refused by name, and told how to fit.
+
+    Raises:
+        ScoringError: when the model is called.
+    """
+
+    def check(head: nn.Linear, args: tuple[Tensor, ...]) -> None:
+        hidden = args[0]
+        if hidden.dtype != head.weight.dtype and not torch.is_autocast_enabled(hidden.device.type):
+            raise _unusable(
+                f"hidden states of {head.weight.dtype}, as its weight, at the head of {model_name(model)}",
+                str(hidden.dtype),
+                likely="the head was cast, and what it is given was not",
+                fix="head.register_forward_pre_hook(lambda head, args: (args[0].to(head.weight.dtype),))",
+            )
+
+    handle = head.register_forward_pre_hook(check)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def logprob_forward(head: nn.Linear, batch: Batch, transform: LogitTransform) -> Callable[[Tensor], Tensor]:
@@ -89,7 +114,9 @@ def logprob_forward(head: nn.Linear, batch: Batch, transform: LogitTransform) ->
         # The op answers a float64 model in float64.
         return logprobs.float()
 
-    return forward
+    # torch.compile would trace all that the op checks, and again for each batch.
+    uncompiled: Callable[[Tensor], Tensor] = torch.compiler.disable(forward)  # type: ignore[no-untyped-call]
+    return uncompiled
 
 
 def require_whole(weight: Tensor) -> None:
@@ -111,5 +138,7 @@ def require_whole(weight: Tensor) -> None:
     raise ScoringError.of(finding("head-sharded", expected="the head's whole weight [V, D]", found=found))
 
 
-def _unusable(expected: str, found: str) -> ScoringError:
-    return ScoringError.of(finding("head-unusable", expected=expected, found=found))
+def _unusable(
+    expected: str, found: str, *, likely: str | None = None, fix: str | None = None
+) -> ScoringError:
+    return ScoringError.of(finding("head-unusable", expected=expected, found=found, likely=likely, fix=fix))

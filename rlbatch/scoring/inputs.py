@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from rlbatch.batch import Batch
+from rlbatch.collate.unpack import media_of_sequence
+from rlbatch.records import Segment
 
 
 class ModelInputs(TypedDict):
@@ -48,3 +50,24 @@ def model_inputs(batch: Batch) -> ModelInputs:
         inputs["attention_mask"] = batch.attention_mask.to(torch.int64)
     # A model's media have names of its own, which no type here can list.
     return cast(ModelInputs, {**inputs, **{part.name: part.values for part in batch.media}})
+
+
+def inputs_of_one(batch: Batch, segment: Segment, stop: int) -> ModelInputs:
+    """The arguments for the segment's sequence alone, without padding, up to batch position `stop`.
+
+    Whole where the model computes positions from media, which may belong to tokens behind `stop`.
+    """
+    first = batch.ref_of(segment).token_offset
+    row = slice(segment.row, segment.row + 1)
+    if batch.position_ids is None:
+        # Padded, so that the row is the sequence.
+        whole = slice(first, first + batch.sequence_num_tokens[segment.row])
+        inputs = ModelInputs(input_ids=batch.input_ids[row, whole], use_cache=False)
+        return cast(ModelInputs, {**inputs, **media_of_sequence(batch, segment.row)})
+    # Later tokens change nothing of earlier logits.
+    before = slice(first, stop)
+    return ModelInputs(
+        input_ids=batch.input_ids[row, before],
+        position_ids=batch.position_ids[row, before],
+        use_cache=False,
+    )

@@ -5,37 +5,36 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from rlbatch.batch import Batch
 from rlbatch.catalogue import finding
 from rlbatch.errors import ScoringError
 from rlbatch.scoring.head import logprob_forward, output_head, overridden
 from rlbatch.scoring.inputs import model_inputs
-from rlbatch.scoring.isolation import require_packing_isolated
-from rlbatch.scoring.model import input_weight
+from rlbatch.scoring.isolation import require_packing_isolated, require_padding_ignored
+from rlbatch.scoring.model import num_input_rows
 from rlbatch.scoring.proof import require_known_head
 from rlbatch.scoring.transforms import logit_transform, switched_off
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
 
 @contextmanager
-def logprob_head(model: "PreTrainedModel", batch: Batch) -> Iterator[None]:
+def logprob_head(model: nn.Module, batch: Batch) -> Iterator[None]:
     """Within, `model(**model_inputs(batch)).logits` is the logprobs of the batch, not logits.
 
     [B, T] float32 nats of `batch.target_ids` at `batch.temperature`; 0 where `loss_mask` is False; with
     gradient where grad is enabled. The backward pass may come after. Not for two threads at once. The first
-    use of a model costs four forwards over eight tokens, in which all ranks of a sharded model take part.
+    use of a model costs four forwards over eight tokens, in which all ranks of a sharded or
+    DistributedDataParallel model take part.
 
     In a batch of the purpose `audit` or `train-truncated`, logprobs of turns that were drawn from kept sets
     are renormalised over the trainer's own (`kept_sets`), and -inf, without gradient, of a target outside.
 
     Args:
-        model: with a plain linear head, tied or not; sharded by `fully_shard` or not.
+        model: of transformers, with a plain linear head, tied or not; what is called, with the wrapper around
+            it where there is one: `fully_shard`, FullyShardedDataParallel, DistributedDataParallel,
+            `torch.compile`, PEFT's adapters of other layers than the head.
         batch: padded or packed, on the model's device.
 
     Raises:
@@ -49,13 +48,14 @@ def logprob_head(model: "PreTrainedModel", batch: Batch) -> Iterator[None]:
         yield
 
 
-def trainer_logprobs(model: "PreTrainedModel", batch: Batch) -> Tensor:
+def trainer_logprobs(model: nn.Module, batch: Batch) -> Tensor:
     """Logprobs of the batch's targets under the model's weights.
 
     Args:
         model: as for `logprob_head`.
-        batch: padded or packed, on the model's device. The first packed batch proves that the model keeps
-            packed sequences apart, in which all ranks of a sharded model take part.
+        batch: padded or packed, on the model's device. The first of each layout proves that the model keeps
+            packed sequences apart, or padding out, in which all ranks of a sharded or
+            DistributedDataParallel model take part.
 
     Returns:
         [B, T] float32 nats at `batch.temperature`; 0 where `loss_mask` is False; with gradient where grad is
@@ -63,19 +63,24 @@ def trainer_logprobs(model: "PreTrainedModel", batch: Batch) -> Tensor:
 
     Raises:
         PackingLeakError: the model attends across the sequences of a packed row.
-        ScoringError: as for `logprob_head`; or a token id has no row in the input embedding.
+        ScoringError: as for `logprob_head`; the model reads the padding of a batch with padding on the left
+            as tokens; or a token id has no row in the input embedding.
     """
     _require_known_ids(model, batch)
+    # First, for it says by name what keeps a model from giving the plain logits that the others use.
+    require_known_head(model)
     if batch.layout == "packed":
         require_packing_isolated(model)
+    else:
+        require_padding_ignored(model, batch)
     with logprob_head(model, batch):
         logprobs: Tensor = model(**model_inputs(batch)).logits
     return logprobs
 
 
-def _require_known_ids(model: "PreTrainedModel", batch: Batch) -> None:
+def _require_known_ids(model: nn.Module, batch: Batch) -> None:
     """On CUDA an id beyond the embedding is an assertion in a kernel that ends the process."""
-    num_rows = input_weight(model).shape[0]
+    num_rows = num_input_rows(model)
     beyond = (batch.input_ids < 0) | (batch.input_ids >= num_rows)
     if not bool(beyond.any()):
         return

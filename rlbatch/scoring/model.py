@@ -8,17 +8,20 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from safetensors import SafetensorError
-from torch import Tensor
+from torch import Tensor, nn
 
 from rlbatch.catalogue import finding
 from rlbatch.errors import ScoringError, StorageError, Where
+from rlbatch.scoring.wrappers import model_name, unwrapped
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+Getter: TypeAlias = Literal["get_input_embeddings", "get_output_embeddings"]
 
 _FIX = "give a directory that save_pretrained wrote: config.json and safetensors weights"
 
@@ -36,10 +39,12 @@ def load_model(
     Raises:
         StorageError: no such directory, no config, weights missing in whole or in part, truncated or of other
             shapes, or a model that transformers cannot make.
-        ScoringError: the device is not on this machine.
+        ScoringError: torch cannot use the device on this machine, or the dtype is no floating one.
     """
     directory = Path(path)
     device = _present(device)
+    if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ScoringError.of(finding("dtype-unusable", expected="a floating torch.dtype", found=repr(dtype)))
     for name in ("", "config.json"):
         if not (directory / name).exists():
             raise _unusable(directory, f"a directory with {name or 'a model'}", f"no {directory / name}")
@@ -72,25 +77,63 @@ def _from_pretrained(directory: Path, dtype: torch.dtype) -> tuple[Any, list[str
     return model, sorted(info["missing_keys"])
 
 
-def model_vocab_size(model: "PreTrainedModel") -> int:
-    """Ids that the model can both read and predict: rows of the smaller of its two embeddings."""
-    num_rows = input_weight(model).shape[0]
-    head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-    return num_rows if head is None else min(num_rows, int(head.weight.shape[0]))
-
-
-def input_weight(model: "PreTrainedModel") -> Tensor:
-    """[V, D] weight of the input embedding.
+def model_vocab_size(model: nn.Module) -> int:
+    """Ids that the model can both read and predict: rows of the smaller of its two embeddings.
 
     Raises:
-        ScoringError: the embedding is not a table of vectors.
+        ScoringError: the input embedding is not a table of vectors.
     """
-    embedding = model.get_input_embeddings()
-    weight = getattr(embedding, "weight", None)
-    if not isinstance(weight, Tensor) or weight.dim() != 2:
-        expected, found = "an input embedding with a weight [V, D]", type(embedding).__name__
-        raise ScoringError.of(finding("head-unusable", expected=expected, found=found))
+    num_rows = num_input_rows(model)
+    head = embedding_of(model, "get_output_embeddings")
+    num_outputs = None if head is None else _num_rows(head, "out_features")
+    return num_rows if num_outputs is None else min(num_rows, num_outputs)
+
+
+def num_input_rows(model: nn.Module) -> int:
+    """Ids that the model can read.
+
+    Raises:
+        ScoringError: the input embedding is not a table of vectors.
+    """
+    embedding = embedding_of(model, "get_input_embeddings")
+    num_rows = None if embedding is None else _num_rows(embedding, "num_embeddings")
+    if num_rows is None:
+        raise ScoringError.of(
+            finding(
+                "head-unusable",
+                expected=f"an input embedding with a weight [V, D], in {model_name(model)}",
+                found=type(embedding).__name__,
+            )
+        )
+    return num_rows
+
+
+def input_weight(model: nn.Module) -> Tensor:
+    """Of the input embedding, for dtype and device: what is sharded has any shape outside its forward.
+
+    Raises:
+        ScoringError: the input embedding is not a table of vectors.
+    """
+    num_input_rows(model)
+    embedding: Any = embedding_of(model, "get_input_embeddings")
+    weight: Tensor = embedding.weight
     return weight
+
+
+def embedding_of(model: nn.Module, getter: Getter) -> nn.Module | None:
+    """What the getter of the model within its wrappers gives; None where it has no such getter."""
+    find = getattr(unwrapped(model), getter, None)
+    found: nn.Module | None = None if find is None else find()
+    return found
+
+
+def _num_rows(table: nn.Module, declared: str) -> int | None:
+    """Rows of the table's weight; of a sharded one, which may be flat, those that the module declares."""
+    weight = getattr(table, "weight", None)
+    if not isinstance(weight, Tensor):
+        return None
+    num_rows = weight.shape[0] if weight.dim() == 2 else getattr(unwrapped(table), declared, None)
+    return num_rows if isinstance(num_rows, int) else None
 
 
 def tokenizer_fingerprint(path: str | os.PathLike[str]) -> str | None:
@@ -100,15 +143,21 @@ def tokenizer_fingerprint(path: str | os.PathLike[str]) -> str | None:
 
 
 def _present(device: torch.device | str) -> torch.device:
-    device = torch.device(device)
-    if device.type != "cuda":
-        return device
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if (device.index or 0) >= count:
-        raise ScoringError.of(
-            finding("device-missing", expected=f"the device {device}", found=f"{count} CUDA devices")
-        )
-    return device
+    """The device, where torch can use it on this machine."""
+    try:
+        known = torch.device(device)
+        if known.type == "cuda":
+            count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+            found = None if (known.index or 0) < count else f"{count} CUDA devices"
+        else:
+            torch.empty(0, device=known)
+            found = None
+    except (RuntimeError, AssertionError, ImportError, TypeError) as error:
+        # The first line says it; a backend may add a page of advice.
+        found = str(error).partition("\n")[0]
+    if found is not None:
+        raise ScoringError.of(finding("device-missing", expected=f"the device {device!s}", found=found))
+    return known
 
 
 @contextmanager

@@ -5,7 +5,6 @@ Knows nothing of what is proven.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -13,12 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from rlbatch.batch import Batch, Layout
-from rlbatch.collate import collate
+from rlbatch.collate import DEFAULT_PADDING, Padding, collate
 from rlbatch.records import Provenance, Sample, SamplingParams
 from rlbatch.scoring.model import input_weight
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 # Odd steps that share no factor with a vocabulary's size visit many rows of the embedding; the offset keeps
 # the first ids, which are special tokens in most vocabularies, from coming first.
@@ -29,6 +25,11 @@ def probe_sample(length: int, *, seed: int, vocab_size: int) -> Sample:
     """A sequence of made-up ids below `vocab_size`, all but the first of them trained; another a seed."""
     ids = (np.arange(length, dtype=np.int64) * _STEP + (seed + 1) * _OFFSET) % vocab_size
     return _sample(ids.astype(np.int32), f"probe/{seed}")
+
+
+def repeated_sample(length: int, *, token_id: int) -> Sample:
+    """A sequence of one id, all but the first of them trained."""
+    return _sample(np.full(length, token_id, np.int32), f"probe/repeated/{token_id}")
 
 
 def joined(samples: Sequence[Sample]) -> Sample:
@@ -55,9 +56,11 @@ def _sample(token_ids: NDArray[np.int32], name: str) -> Sample:
     )
 
 
-def probe_batch(samples: Sequence[Sample], *, layout: Layout, model: "PreTrainedModel") -> Batch:
+def probe_batch(
+    samples: Sequence[Sample], *, layout: Layout, model: nn.Module, padding: Padding = DEFAULT_PADDING
+) -> Batch:
     """The samples collated, on the device of the model's input embedding."""
-    return collate(samples, layout=layout).to(input_weight(model).device)
+    return collate(samples, layout=layout, padding=padding).to(input_weight(model).device)
 
 
 @contextmanager
@@ -74,7 +77,7 @@ def quiet(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def computing_dtypes(model: "PreTrainedModel") -> Iterator[set[torch.dtype]]:
+def computing_dtypes(model: nn.Module) -> Iterator[set[torch.dtype]]:
     """Within, collects the dtypes that the model's linear layers give, beside that of its embedding.
 
     Neither weights nor logits tell it under autocast or FSDP's mixed precision, which cast on the way.

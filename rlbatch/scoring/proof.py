@@ -8,7 +8,6 @@ logits. All ranks of a sharded model take part.
 
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -16,15 +15,13 @@ from torch import Tensor, nn
 from rlbatch.batch import Batch
 from rlbatch.catalogue import finding
 from rlbatch.errors import ScoringError
-from rlbatch.scoring.head import logprob_forward, output_head, overridden
+from rlbatch.scoring.head import logprob_forward, output_head, overridden, same_dtype_required
 from rlbatch.scoring.inputs import model_inputs
 from rlbatch.scoring.model import model_vocab_size
 from rlbatch.scoring.probe import computing_dtypes, probe_batch, probe_sample, quiet
-from rlbatch.scoring.transforms import LogitTransform, logit_transform, model_name, switched_off
+from rlbatch.scoring.transforms import LogitTransform, logit_transform, switched_off
+from rlbatch.scoring.wrappers import model_name
 from rlbatch_kernels import token_logprobs
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 _ROW = 8
 """Tokens of the row: few, because its plain logits are made whole."""
@@ -35,19 +32,18 @@ _ROUNDINGS = 4
 _MATMUL_PRECISION = 2.0**-12
 """Relative error allowed between two ways to compute the head in float32, TF32 included."""
 
-_PROVEN: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]]" = weakref.WeakKeyDictionary()
-"""Model -> the head it was proven with."""
+_PROVEN: "weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[nn.Module]]" = weakref.WeakKeyDictionary()
+"""Model as it is called -> the heads it was proven with: PEFT turns from one to another and back."""
 
 
-def require_known_head(model: "PreTrainedModel") -> None:
+def require_known_head(model: nn.Module) -> None:
     """Pass a model whose logits are known to be what `logprob_head` takes them for; proven once.
 
     Raises:
         ScoringError: the head cannot be overridden, or the model does something else to its logits.
     """
     head = output_head(model)
-    proven = _PROVEN.get(model)
-    if proven is not None and proven() is head:
+    if head in _PROVEN.get(model, ()):
         return
     transform = logit_transform(model)
     batch = probe_batch(
@@ -55,18 +51,16 @@ def require_known_head(model: "PreTrainedModel") -> None:
     )
     with quiet(model):
         # First, and with its errors as they are: a model that cannot run at all is no matter of its head.
-        with computing_dtypes(model) as dtypes:
+        with computing_dtypes(model) as dtypes, same_dtype_required(model, head):
             logits = model(**model_inputs(batch)).logits
         precision = max(_MATMUL_PRECISION, *(torch.finfo(dtype).eps for dtype in dtypes))
         _check_transform(model, head, batch, transform)
         _check_untouched(model, head, batch)
         _check_logprobs(model, head, batch, transform, logits, precision)
-    _PROVEN[model] = weakref.ref(head)
+    _PROVEN.setdefault(model, weakref.WeakSet()).add(head)
 
 
-def _check_transform(
-    model: "PreTrainedModel", head: nn.Linear, batch: Batch, transform: LogitTransform
-) -> None:
+def _check_transform(model: nn.Module, head: nn.Linear, batch: Batch, transform: LogitTransform) -> None:
     """Made-up head output [B, T, V] must come out as the transform says."""
     made: list[Tensor] = []
 
@@ -84,7 +78,7 @@ def _check_transform(
     _compare(model, "logits", logits, expected, rounding)
 
 
-def _check_untouched(model: "PreTrainedModel", head: nn.Linear, batch: Batch) -> None:
+def _check_untouched(model: nn.Module, head: nn.Linear, batch: Batch) -> None:
     """With the transform switched off, made-up logprobs [B, T] must come out as they are, in float32."""
     made = torch.linspace(-_SPAN, 0, batch.target_ids.numel(), device=batch.target_ids.device)
     made = made.reshape(batch.target_ids.shape)
@@ -97,7 +91,7 @@ def _check_untouched(model: "PreTrainedModel", head: nn.Linear, batch: Batch) ->
 
 
 def _check_logprobs(
-    model: "PreTrainedModel",
+    model: nn.Module,
     head: nn.Linear,
     batch: Batch,
     transform: LogitTransform,
@@ -105,6 +99,8 @@ def _check_logprobs(
     precision: float,
 ) -> None:
     """Logprobs of the overridden head must be those of the model's plain logits [B, T, V]."""
+    if logits.shape[:-1] != batch.target_ids.shape:
+        raise _unknown(model, f"logits of {_ROW} tokens", f"shape {list(logits.shape)}")
     expected = token_logprobs(logits, batch.target_ids, temperature=batch.temperature, mask=batch.loss_mask)
     with switched_off(model):
         answer = _answer(model, head, batch, logprob_forward(head, batch, transform))
@@ -112,9 +108,7 @@ def _check_logprobs(
     _compare(model, "logprobs", answer, expected, rounding)
 
 
-def _answer(
-    model: "PreTrainedModel", head: nn.Linear, batch: Batch, forward: Callable[[Tensor], Tensor]
-) -> Tensor:
+def _answer(model: nn.Module, head: nn.Linear, batch: Batch, forward: Callable[[Tensor], Tensor]) -> Tensor:
     """`.logits` of the model while its head computes `forward`; what fails there is the model's refusal."""
     try:
         with overridden(head, forward):
@@ -130,7 +124,7 @@ def _answer(
     return answer
 
 
-def _compare(model: "PreTrainedModel", what: str, found: Tensor, expected: Tensor, rounding: float) -> None:
+def _compare(model: nn.Module, what: str, found: Tensor, expected: Tensor, rounding: float) -> None:
     if found.shape != expected.shape:
         raise _unknown(model, f"{what} of shape {list(expected.shape)}", f"shape {list(found.shape)}")
     apart = float((found.double() - expected.double()).abs().max())
@@ -141,7 +135,7 @@ def _compare(model: "PreTrainedModel", what: str, found: Tensor, expected: Tenso
         )
 
 
-def _unknown(model: "PreTrainedModel", expected: str, found: str) -> ScoringError:
+def _unknown(model: nn.Module, expected: str, found: str) -> ScoringError:
     return ScoringError.of(
         finding("head-unknown", expected=f"from {model_name(model)}: {expected}", found=found)
     )

@@ -4,20 +4,19 @@ Nothing is kept between two questions; each is one forward pass over one sequenc
 positions that were asked for.
 """
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rlbatch.alignment import LogitsFor
 from rlbatch.batch import Batch
 from rlbatch.scoring.head import output_head, overridden
+from rlbatch.scoring.inputs import inputs_of_one
+from rlbatch.scoring.wrappers import called_alone
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
-
-def logits_for(model: "PreTrainedModel") -> LogitsFor:
+def logits_for(model: nn.Module) -> LogitsFor:
     """A callback for `require_aligned(..., logits_for=...)`.
 
     Each sequence is scored alone, whatever it was packed with, in the mode the model is in. Memory: a
@@ -25,25 +24,24 @@ def logits_for(model: "PreTrainedModel") -> LogitsFor:
     sharded model, whose ranks would not ask for the same.
 
     Args:
-        model: with a plain linear head.
+        model: as for `logprob_head`. Of DistributedDataParallel, whose ranks would have to ask together, the
+            model inside is called; so it is of `torch.compile`.
 
     Raises:
         ScoringError: at the first question, where the head cannot be overridden.
     """
+    inner: Any = called_alone(model)
 
     def answer(batch: Batch, index: int, start: int, stop: int) -> Tensor:
         segment = batch.host_segments[index]
         first = batch.ref_of(segment).token_offset
-        # Later tokens change nothing of earlier logits.
-        input_ids = batch.input_ids[segment.row : segment.row + 1, first:stop]
-        position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
         head = output_head(model)
 
         def asked_only(hidden: Tensor) -> Tensor:
-            return torch.nn.functional.linear(hidden[:, start - first :], head.weight, head.bias)
+            return nn.functional.linear(hidden[:, start - first : stop - first], head.weight, head.bias)
 
         with torch.no_grad(), overridden(head, asked_only):
-            logits: Tensor = model(input_ids=input_ids, position_ids=position_ids, use_cache=False).logits
+            logits: Tensor = inner(**inputs_of_one(batch, segment, stop)).logits
         return logits[0]
 
     return answer

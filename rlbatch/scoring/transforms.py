@@ -9,16 +9,14 @@ that it lacks is refused there when its logits turn out to be changed.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rlbatch.catalogue import finding
 from rlbatch.errors import ScoringError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+from rlbatch.scoring.wrappers import model_name, unwrapped
 
 Role: TypeAlias = Literal["multiplier", "divisor", "cap"]
 
@@ -101,12 +99,7 @@ KNOBS: dict[str, tuple[Knob, ...]] = {
 """Models known to change logits after the head."""
 
 
-def model_name(model: torch.nn.Module) -> str:
-    """The class that the model's author wrote: fully_shard puts one of its own in front."""
-    return next(cls.__name__ for cls in type(model).__mro__ if not cls.__name__.startswith("FSDP"))
-
-
-def logit_transform(model: "PreTrainedModel") -> LogitTransform:
+def logit_transform(model: nn.Module) -> LogitTransform:
     """What the model does to its logits, by the table and its present numbers.
 
     Raises:
@@ -124,7 +117,7 @@ def logit_transform(model: "PreTrainedModel") -> LogitTransform:
 
 
 @contextmanager
-def switched_off(model: "PreTrainedModel") -> Iterator[None]:
+def switched_off(model: nn.Module) -> Iterator[None]:
     """Within, the model leaves what its head gives as it is."""
     settings = _settings(model)
     try:
@@ -136,17 +129,18 @@ def switched_off(model: "PreTrainedModel") -> Iterator[None]:
             setattr(owner, name, value)
 
 
-def _settings(model: "PreTrainedModel") -> list[tuple[Knob, object, str, float]]:
+def _settings(model: nn.Module) -> list[tuple[Knob, object, str, float]]:
     """(knob, owner, attribute, value) of every number that is set; None means that the model skips it."""
-    names = [cls.__name__ for cls in type(model).__mro__]
+    inner: Any = unwrapped(model)
+    names = [cls.__name__ for cls in type(inner).__mro__]
     knobs = next((KNOBS[name] for name in names if name in KNOBS), ())
     found = []
     for knob in knobs:
         *parents, name = knob.path.split(".")
-        owner: object = model
+        owner: object = inner
         for parent in parents:
             owner = (
-                model.config.get_text_config() if parent == "text_config" else getattr(owner, parent, None)
+                inner.config.get_text_config() if parent == "text_config" else getattr(owner, parent, None)
             )
         value = getattr(owner, name, None)
         if value is None:

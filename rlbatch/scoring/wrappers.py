@@ -1,0 +1,65 @@
+"""What wraps a model or one of its modules: which one is inside, and is to be looked into.
+
+`torch.compile`, DistributedDataParallel, FullyShardedDataParallel and PEFT each put a module of their own
+around a model, which is the one to call: it gathers weights, adapts layers and joins gradients on the way.
+Head, embedding and numbers are those of the module inside. Knows nothing of whether that is what the call
+ends in; `rlbatch.scoring.proof` does.
+"""
+
+from typing import Any
+
+from torch import nn
+
+# Of torch.compile, DistributedDataParallel and FullyShardedDataParallel.
+_CHILDREN = ("_orig_mod", "module", "_fsdp_wrapped_module")
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The module that wrappers call in the end; itself where it has none.
+
+    PEFT's copies of a module (`modules_to_save`) count as wrappers: the one in use now is inside. Its
+    adapters do not, for they compute something of their own.
+    """
+    inner = _inside(module)
+    return module if inner is None else unwrapped(inner)
+
+
+def called_alone(model: nn.Module) -> nn.Module:
+    """The module to call where one rank asks and the others do not: DistributedDataParallel taken off.
+
+    What PEFT wraps stays wrapped, since its prefixes are put in by the wrapper.
+    """
+    child = _child(model)
+    return model if child is None else called_alone(child)
+
+
+def model_name(model: nn.Module) -> str:
+    """The class that the model's author wrote: fully_shard puts one of its own in front."""
+    classes = type(unwrapped(model)).__mro__
+    return next(cls.__name__ for cls in classes if not cls.__name__.startswith("FSDP"))
+
+
+def _child(module: nn.Module) -> nn.Module | None:
+    return next((child for name, child in module.named_children() if name in _CHILDREN), None)
+
+
+def _inside(module: nn.Module) -> nn.Module | None:
+    child = _child(module)
+    if child is not None:
+        return child
+    if "modules_to_save" in dict(module.named_children()):
+        return _copy_in_use(module)
+    find_base = getattr(module, "get_base_model", None)
+    base: nn.Module | None = None if find_base is None else find_base()
+    return base
+
+
+def _copy_in_use(module: nn.Module) -> nn.Module:
+    """Of PEFT's copies of one module: that of the active adapter, or the original without one."""
+    wrapper: Any = module
+    copies: dict[str, nn.Module] = dict(wrapper.modules_to_save.named_children())
+    active = list(wrapper.active_adapters)
+    if wrapper.disable_adapters or not active or any(name not in copies for name in active):
+        original: nn.Module = wrapper.original_module
+        return original
+    return copies[active[0]]
