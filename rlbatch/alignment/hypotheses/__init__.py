@@ -12,7 +12,7 @@ from rlbatch.alignment.exhibits import exhibit_of
 from rlbatch.alignment.hypotheses.distributions import distribution_finding, other_distribution
 from rlbatch.alignment.hypotheses.passes import trainer_fault, untold_pass
 from rlbatch.alignment.hypotheses.places import rows_permuted, shifted, shifted_from
-from rlbatch.alignment.hypotheses.remainder import doubtful, unexplained
+from rlbatch.alignment.hypotheses.remainder import doubtful, unexplained, unlike_its_peers
 from rlbatch.alignment.hypotheses.spans import span_cause
 from rlbatch.alignment.hypotheses.tokens import confident_disagreement, wrong_ids
 from rlbatch.alignment.hypotheses.values import (
@@ -109,6 +109,7 @@ SINGLE: tuple[Hypothesis, ...] = (
     span_cause,
     unexplained,
     doubtful,
+    unlike_its_peers,
 )
 """Of single segments that neither those explain nor what all segments of their provenance show together."""
 
