@@ -263,10 +263,10 @@ PREFIX_FACTOR, PREFIX_MIN_GAIN = 2.5, 20.0
 Clean pools of two to thirty turns reached 3.2 and 13, or 1.7 and 34, never both; a prompt without its first
 token leaves 3 to 7 in float32 and bf16.
 """
-PREFIX_NOISY_FACTOR, PREFIX_NOISY_MIN_GAIN = 1.57, 30.0
-"""The same in a noisy run: at a KLD of 0.028 clean pools reached 1.54 and 22, a lost token 1.6 to 2.3."""
-PREFIX_UNSURE_GAIN = 4.0
-"""The same of tokens that are no near-certainties, nats: 1 in clean pools of noisy runs, 4 once in bf16."""
+PREFIX_NOISY_FACTOR, PREFIX_NOISY_MIN_GAIN = 1.5, 20.0
+"""The same in a noisy run: at a KLD of 0.028 clean pools reached 1.46 and 17, a lost token 1.5 and 20."""
+PREFIX_UNSURE_GAIN, PREFIX_NOISY_UNSURE_GAIN = 4.0, 0.3
+"""The gain in tokens that are no near-certainties: up to 2 in clean pools of bf16, below 0 in noisy ones."""
 UNSURE_BELOW = -0.1
 """Logprob, nats, of such tokens."""
 PREFIX_SHARE_LOUD = 0.22

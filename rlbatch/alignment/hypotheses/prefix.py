@@ -17,6 +17,7 @@ from rlbatch.alignment.limits import (
     PREFIX_MIN_GAIN,
     PREFIX_NOISY_FACTOR,
     PREFIX_NOISY_MIN_GAIN,
+    PREFIX_NOISY_UNSURE_GAIN,
     PREFIX_SHARE_LOUD,
     PREFIX_STOP,
     PREFIX_UNSURE_GAIN,
@@ -95,7 +96,8 @@ def prefix_differs(exhibits: Sequence[Exhibit]) -> Finding | None:
     gain = PREFIX_NOISY_MIN_GAIN if is_noisy else PREFIX_MIN_GAIN
     if loud < SPAN_LOUD / 2 or not profile.rises(factor, gain):
         return None
-    if of_unsure.gain < PREFIX_UNSURE_GAIN or of_unsure.early < of_unsure.late:
+    unsure_gain = PREFIX_NOISY_UNSURE_GAIN if is_noisy else PREFIX_UNSURE_GAIN
+    if of_unsure.gain < unsure_gain or of_unsure.early < of_unsure.late:
         return None
     return finding(
         "prefix-differs",

@@ -140,7 +140,7 @@ def _versions(evidence: Evidence, span: Span) -> Finding | None:
 
 def _is_loud_throughout(evidence: Evidence, span: Span) -> bool:
     """Whether both halves of the span are loud in many tokens: other weights spoil all of it."""
-    if span.loud < max(SPAN_LOUD / 2, VERSION_FACTOR * span.quiet):
+    if span.loud < max(SPAN_LOUD / 2, VERSION_FACTOR * span.quiet, evidence.floor or 0.0):
         return False
     part = evidence.part(span.start, span.stop)
     scaled = part.at_zero()[part.usable] / widths(part.trainer[part.usable])

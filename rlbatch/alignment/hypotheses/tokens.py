@@ -70,11 +70,12 @@ def wrong_ids(evidence: Evidence) -> Finding | None:
 def has_aftermath(evidence: Evidence, bad: NDArray[np.intp]) -> bool:
     """Whether tokens right after bad ones are louder than others: the trainer has read another id there."""
     rest = _apart_from(evidence, bad)
-    after = evidence.usable.copy()
-    after[
-        np.setdiff1d(np.arange(len(after)), (bad[:, None] + np.arange(1, AFTERMATH_TOKENS + 1)).ravel())
-    ] = False
-    after[bad] = False
+    # What lies shortly after a bad token may be bad itself: that is what an aftermath is.
+    leads = bad[np.diff(bad, prepend=-AFTERMATH_TOKENS - 1) > AFTERMATH_TOKENS]
+    reached = np.unique(leads[:, None] + np.arange(1, AFTERMATH_TOKENS + 1))
+    after = np.zeros(len(rest), bool)
+    after[reached[reached < len(rest)]] = True
+    after &= evidence.usable
     if not after.any() or not rest.any():
         return False
     scaled = evidence.at_zero() / widths(np.where(evidence.usable, evidence.trainer, 0.0))
@@ -139,13 +140,16 @@ def confident_disagreement(evidence: Evidence) -> Finding | None:
         return None
     if noise > SLOT_NOISY and len(bad) < CONFIDENT_MIN_SHARE * usable.sum():
         return None
-    if has_aftermath(evidence, bad):
-        return None
+    count = f"{len(bad)} of {int(usable.sum())} tokens lower, by {-log_ratio[bad].mean():.3g} nats on average"
     ask = "" if evidence.ask is not None else "; whether other ids fit takes logits_for"
+    # A kernel that is wrong for some tokens spares the next ones; after a wrong id they are off as well.
+    spreads = has_aftermath(evidence, bad)
     return finding(
-        "confident-disagreement",
+        "unexplained" if spreads else "confident-disagreement",
+        severity="error",
         where=evidence.where(bad),
         expected="tokens that the engine gave 1/2 or more within 2 nats of it in the trainer",
-        found=f"{len(bad)} of {int(usable.sum())} tokens lower, by {-log_ratio[bad].mean():.3g} nats "
-        f"on average; elsewhere in the turn mean |log_ratio| is {noise:.3g}{ask}",
+        found=f"{count}; elsewhere in the turn mean |log_ratio| is {noise:.3g}"
+        + ("; what follows them is off too, as after wrong ids" if spreads else "")
+        + ask,
     )
