@@ -246,19 +246,20 @@ FAMILIES: tuple[Family, ...] = (
         neutral=(0.96, 1.04),
         predict=_temperature,
     ),
-    # At temperature 1 both say the same, which is temperature 1: so that it is left out here.
+    # At temperature 1 both say the same, which is temperature 1: so that it is left out here. So near it, a
+    # divisor says that some tokens are noisier than others.
     Family(
         code="divided-by-temperature",
         kind="divisor",
         parameters=_RATIOS[_RATIOS < 0.96],
-        neutral=(1, 1),
+        neutral=(0.94, 1),
         predict=_divided,
     ),
     Family(
         code="divided-by-temperature",
         kind="divisor",
         parameters=_RATIOS[_RATIOS > 1.04],
-        neutral=(1, 1),
+        neutral=(1, 1.07),
         predict=_divided,
     ),
     Family(

@@ -16,7 +16,7 @@ from rlbatch.alignment.exhibits import Exhibit, exhibit_of
 from rlbatch.alignment.hypotheses.passes import passes_differ, passes_disagree
 from rlbatch.alignment.inquiry import Inquiry
 from rlbatch.alignment.kept_sets import outside, outside_finding
-from rlbatch.alignment.limits import LOOK_TURN_TOKENS, Limits
+from rlbatch.alignment.limits import COMPANY_MIN, COMPANY_SHARE, LOOK_TURN_TOKENS, Limits
 from rlbatch.alignment.logits import LogitsFor
 from rlbatch.alignment.measure import COLUMN, Measured
 from rlbatch.alignment.pools import Pool
@@ -161,6 +161,9 @@ class Judge:
         explained: dict[int, Finding] = {}
         left = inquiry.comparable.copy()
         left[list(told)] = False
+        # What few segments are left of a batch that something explains, they are no pool of their own.
+        if len(told) >= COMPANY_MIN and left.sum() <= COMPANY_SHARE * len(told):
+            return explained
         for provenance, mine in inquiry.measured.by_provenance:
             pool = self._pool_of(provenance)
             pool.look(inquiry, mine & left & (inquiry.ages == 0))
