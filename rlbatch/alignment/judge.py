@@ -115,12 +115,12 @@ class Judge:
         """Judge what pools of segments show together: then findings and drift are complete."""
         pools, self.pools = self.pools, {}
         for pool in pools.values():
-            if pool.cause is None:
+            self.findings += [] if pool.cause is None or pool.cause in self.findings else [pool.cause]
+            if pool.is_explained:
+                self.num_excluded_segments += pool.num_segments
+            else:
                 self.findings += pool.findings
                 self.drift.merge(pool.drift)
-            else:
-                self.findings += [pool.cause] if pool.cause not in self.findings else []
-                self.num_excluded_segments += pool.num_segments
         # A judge that has settled may go to another process; it asks nobody any more.
         self.logits_for = None
 
@@ -169,9 +169,9 @@ class Judge:
             pool.look(inquiry, mine & left & (inquiry.ages == 0))
         self._compare_passes(inquiry)
         for provenance, mine in inquiry.measured.by_provenance:
-            cause = self._pool_of(provenance).cause
-            if cause is not None:
-                explained |= dict.fromkeys(np.flatnonzero(mine & left).tolist(), cause)
+            pool = self._pool_of(provenance)
+            if pool.cause is not None and pool.is_explained:
+                explained |= dict.fromkeys(np.flatnonzero(mine & left).tolist(), pool.cause)
         return explained
 
     def _compare_passes(self, inquiry: Inquiry) -> None:

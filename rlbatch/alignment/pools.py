@@ -41,10 +41,15 @@ class Pool:
     exhibits: list[Exhibit] = field(default_factory=list)
     """Tokens of segments drawn by current weights, up to `LOOK_TOKENS`."""
     cause: Finding | None = None
-    """What explains the exhibits so far."""
+    """What explains the exhibits so far; a warning leaves open whether it is all."""
     _beginnings: list[Exhibit] = field(default_factory=list)
     """The same without logits, where only the first tokens stand out."""
     _seen: "_Seen" = field(default_factory=lambda: _Seen())
+
+    @property
+    def is_explained(self) -> bool:
+        """Whether nothing else need be said of the segments."""
+        return self.cause is not None and self.cause.severity == "error"
 
     def look(self, inquiry: Inquiry, mine: NDArray[np.bool_]) -> None:
         """Take in the beginnings of segments, where they differ by more than an engine's own noise.

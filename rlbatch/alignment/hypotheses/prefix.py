@@ -17,6 +17,8 @@ from rlbatch.alignment.limits import (
     PREFIX_MIN_GAIN,
     PREFIX_NOISY_FACTOR,
     PREFIX_NOISY_MIN_GAIN,
+    PREFIX_NOISY_SURE_GAIN,
+    PREFIX_NOISY_TOKENS,
     PREFIX_NOISY_UNSURE_GAIN,
     PREFIX_SHARE_LOUD,
     PREFIX_STOP,
@@ -94,13 +96,18 @@ def prefix_differs(exhibits: Sequence[Exhibit]) -> Finding | None:
     is_noisy = quiet > ZERO_NOISY
     factor = PREFIX_NOISY_FACTOR if is_noisy else PREFIX_FACTOR
     gain = PREFIX_NOISY_MIN_GAIN if is_noisy else PREFIX_MIN_GAIN
+    if is_noisy and len(errors) < PREFIX_NOISY_TOKENS:
+        return None
     if loud < SPAN_LOUD / 2 or not profile.rises(factor, gain):
         return None
     unsure_gain = PREFIX_NOISY_UNSURE_GAIN if is_noisy else PREFIX_UNSURE_GAIN
     if of_unsure.gain < unsure_gain or of_unsure.early < of_unsure.late:
         return None
+    # In much noise a beginning is loud by chance now and then: no error, until it is beyond doubt.
+    is_doubt = is_noisy and profile.gain < PREFIX_NOISY_SURE_GAIN
     return finding(
         "prefix-differs",
+        severity="warning" if is_doubt else "error",
         where=exhibits[0].place,
         expected="differences of one size along a turn",
         found=f"mean |log_ratio| {loud:.3g} nats in the first {PREFIX_EARLY} tokens of {len(exhibits)} "
