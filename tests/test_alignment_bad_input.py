@@ -178,3 +178,22 @@ def test_a_callback_that_fails_or_answers_nonsense_is_named(layout, answer, code
     batch = collate(rows(), layout=layout)
     noise = 2 * torch.rand(batch.shape, generator=torch.Generator().manual_seed(0))
     assert code in gate(batch, truth(batch) - noise, logits_for=answer)
+
+
+def test_ratios_that_are_asked_for_later_still_reach_the_trainer():
+    batch = collate(rows(), layout="packed")
+    trainer = truth(batch).requires_grad_()
+    (alignment,) = require_aligned([batch], [trainer], trainer_version=None)
+    with torch.no_grad():
+        assert alignment.log_ratio.requires_grad
+    alignment.ratio.sum().backward()
+    # Engine and trainer agree: a ratio of 1, whose derivative is 1 where it is trained.
+    assert torch.equal(trainer.grad, batch.loss_mask.float())
+
+
+def test_ratios_of_a_pass_without_gradients_have_none():
+    batch = collate(rows(), layout="packed")
+    trainer = truth(batch).requires_grad_()
+    with torch.no_grad():
+        (alignment,) = require_aligned([batch], [trainer], trainer_version=None)
+    assert not alignment.ratio.requires_grad

@@ -6,12 +6,11 @@ under each. Nothing is decided here.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rlbatch.alignment.seen import MAX_EXPONENT, MOST_KEPT, Known, Seen
+from rlbatch.alignment.seen import MAX_EXPONENT, MOST_KEPT, Held, Seen
 
 Values = NDArray[np.float64]
 
@@ -91,55 +90,14 @@ def _repetition(seen: Seen, sizes: Values) -> Values:
     rest = known.rest(is_held)
     own, own_is_held = known.own(known.logits), known.own(is_held) > 0
     # A logit above 0 is divided by the size, one below is multiplied.
-    above = _Held.of(known, is_held & (known.logits >= 0))
-    below = _Held.of(known, is_held & (known.logits < 0))
+    above = Held.of(known, is_held & (known.logits >= 0))
+    below = Held.of(known, is_held & (known.logits < 0))
     predicted = np.empty((len(rest), len(sizes)))
     for at, size in enumerate(sizes):
         lifted = above.mass(1 / size) + below.mass(size)
         held = np.where(own_is_held, np.maximum(own, 0) / size + np.minimum(own, 0) * size, own)
         predicted[:, at] = held - known.whole - np.log(rest + lifted)
     return predicted
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Held:
-    """Some of the known ids of each token, of which the logits are multiplied."""
-
-    logits: Values
-    """[N], token by token."""
-    whole: Values
-    """[N] the normaliser of the token."""
-    tokens: NDArray[np.intp]
-    """[M] the tokens that have any."""
-    starts: NDArray[np.intp]
-    """[M] where theirs begin."""
-    num_tokens: int
-    room: Values
-    """[N] to compute in."""
-
-    @classmethod
-    def of(cls, known: Known, chosen: NDArray[np.bool_]) -> Self:
-        rows, columns = np.nonzero(chosen)
-        starts = np.flatnonzero(np.diff(rows, prepend=-1))
-        return cls(
-            logits=known.logits[rows, columns],
-            whole=known.whole[rows],
-            tokens=rows[starts],
-            starts=starts,
-            num_tokens=len(chosen),
-            room=np.empty(len(rows)),
-        )
-
-    def mass(self, factor: float) -> Values:
-        """[n] what their probabilities sum to, with the logits times this."""
-        np.multiply(self.logits, factor, out=self.room)
-        np.subtract(self.room, self.whole, out=self.room)
-        np.minimum(self.room, MAX_EXPONENT, out=self.room)
-        np.exp(self.room, out=self.room)
-        mass = np.zeros(self.num_tokens)
-        if len(self.starts):
-            mass[self.tokens] = np.add.reduceat(self.room, self.starts)
-        return mass
 
 
 def _presence(seen: Seen, sizes: Values) -> Values:
@@ -246,19 +204,20 @@ FAMILIES: tuple[Family, ...] = (
         neutral=(0.96, 1.04),
         predict=_temperature,
     ),
-    # At temperature 1 both say the same, which is temperature 1: so that it is left out here.
+    # At temperature 1 both say the same, which is temperature 1: so that it is left out here. So near it, a
+    # divisor says that some tokens are noisier than others.
     Family(
         code="divided-by-temperature",
         kind="divisor",
         parameters=_RATIOS[_RATIOS < 0.96],
-        neutral=(1, 1),
+        neutral=(0.94, 1),
         predict=_divided,
     ),
     Family(
         code="divided-by-temperature",
         kind="divisor",
         parameters=_RATIOS[_RATIOS > 1.04],
-        neutral=(1, 1),
+        neutral=(1, 1.07),
         predict=_divided,
     ),
     Family(

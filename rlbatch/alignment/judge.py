@@ -16,7 +16,7 @@ from rlbatch.alignment.exhibits import Exhibit, exhibit_of
 from rlbatch.alignment.hypotheses.passes import passes_differ, passes_disagree
 from rlbatch.alignment.inquiry import Inquiry
 from rlbatch.alignment.kept_sets import outside, outside_finding
-from rlbatch.alignment.limits import LOOK_TURN_TOKENS, Limits
+from rlbatch.alignment.limits import COMPANY_MIN, COMPANY_SHARE, LOOK_TURN_TOKENS, Limits
 from rlbatch.alignment.logits import LogitsFor
 from rlbatch.alignment.measure import COLUMN, Measured
 from rlbatch.alignment.pools import Pool
@@ -115,12 +115,12 @@ class Judge:
         """Judge what pools of segments show together: then findings and drift are complete."""
         pools, self.pools = self.pools, {}
         for pool in pools.values():
-            if pool.cause is None:
+            self.findings += [] if pool.cause is None or pool.cause in self.findings else [pool.cause]
+            if pool.is_explained:
+                self.num_excluded_segments += pool.num_segments
+            else:
                 self.findings += pool.findings
                 self.drift.merge(pool.drift)
-            else:
-                self.findings += [pool.cause] if pool.cause not in self.findings else []
-                self.num_excluded_segments += pool.num_segments
         # A judge that has settled may go to another process; it asks nobody any more.
         self.logits_for = None
 
@@ -161,14 +161,17 @@ class Judge:
         explained: dict[int, Finding] = {}
         left = inquiry.comparable.copy()
         left[list(told)] = False
+        # What few segments are left of a batch that something explains, they are no pool of their own.
+        if len(told) >= COMPANY_MIN and left.sum() <= COMPANY_SHARE * len(told):
+            return explained
         for provenance, mine in inquiry.measured.by_provenance:
             pool = self._pool_of(provenance)
             pool.look(inquiry, mine & left & (inquiry.ages == 0))
         self._compare_passes(inquiry)
         for provenance, mine in inquiry.measured.by_provenance:
-            cause = self._pool_of(provenance).cause
-            if cause is not None:
-                explained |= dict.fromkeys(np.flatnonzero(mine & left).tolist(), cause)
+            pool = self._pool_of(provenance)
+            if pool.cause is not None and pool.is_explained:
+                explained |= dict.fromkeys(np.flatnonzero(mine & left).tolist(), pool.cause)
         return explained
 
     def _compare_passes(self, inquiry: Inquiry) -> None:

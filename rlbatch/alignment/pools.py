@@ -3,8 +3,7 @@
 Collects a bounded number of tokens while batches pass, and judges them as they come.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,25 +12,20 @@ from rlbatch.alignment.drift import Drift
 from rlbatch.alignment.exhibits import Exhibit, exhibit_of, joined
 from rlbatch.alignment.hypotheses.distributions import distribution_finding, other_distribution
 from rlbatch.alignment.hypotheses.passes import trainer_fault
+from rlbatch.alignment.hypotheses.prefix import prefix_differs
 from rlbatch.alignment.inquiry import Inquiry
 from rlbatch.alignment.limits import (
     LEFT_MOST,
+    LOOK_BEGINNING_FACTOR,
+    LOOK_BEGINNING_MEAN,
     LOOK_MEAN,
+    LOOK_SIDED_MEAN,
+    LOOK_SIDED_SHARE,
     LOOK_TOKENS,
     LOOK_TURN_TOKENS,
-    OUTLIER_TOKEN,
-    PREFIX_EARLY,
-    PREFIX_LATE,
-    PREFIX_WIDTHS,
-    SPAN_FACTOR,
-    SPAN_LOUD,
-    SPAN_MIN_GAIN,
 )
 from rlbatch.alignment.measure import COLUMN
-from rlbatch.alignment.tournament import WIDTH_FLOOR, widths
-from rlbatch.catalogue import finding
 from rlbatch.errors import Finding
-from rlbatch_kernels import RESIDUAL_CLIP
 
 
 @dataclass(slots=True, kw_only=True)
@@ -47,10 +41,15 @@ class Pool:
     exhibits: list[Exhibit] = field(default_factory=list)
     """Tokens of segments drawn by current weights, up to `LOOK_TOKENS`."""
     cause: Finding | None = None
-    """What explains the exhibits so far."""
-    _num_looked_at: int = 0
-    _num_tokens: float = 0.0
-    _sum_abs_log_ratio: float = 0.0
+    """What explains the exhibits so far; a warning leaves open whether it is all."""
+    _beginnings: list[Exhibit] = field(default_factory=list)
+    """The same without logits, where only the first tokens stand out."""
+    _seen: "_Seen" = field(default_factory=lambda: _Seen())
+
+    @property
+    def is_explained(self) -> bool:
+        """Whether nothing else need be said of the segments."""
+        return self.cause is not None and self.cause.severity == "error"
 
     def look(self, inquiry: Inquiry, mine: NDArray[np.bool_]) -> None:
         """Take in the beginnings of segments, where they differ by more than an engine's own noise.
@@ -59,21 +58,28 @@ class Pool:
             inquiry: the batch.
             mine: [G] segments of this pool, without an exact cause, drawn by current weights.
         """
-        self._num_tokens += float(inquiry.table[mine, COLUMN["num_compared"]].sum())
-        self._sum_abs_log_ratio += float(inquiry.table[mine, COLUMN["sum_abs_log_ratio"]].sum())
-        if self._sum_abs_log_ratio < LOOK_MEAN * max(self._num_tokens, 1):
-            return
-        before = self._num_looked_at
+        self._seen.add(inquiry, mine)
+        if self._seen.is_off:
+            if self._take_in(inquiry, mine, self.exhibits, asking=True):
+                self.cause = self._judge()
+        elif self._seen.begins_off and self._take_in(inquiry, mine, self._beginnings, asking=False):
+            self.cause = prefix_differs(self._beginnings)
+
+    def _take_in(
+        self, inquiry: Inquiry, mine: NDArray[np.bool_], kept: list[Exhibit], *, asking: bool
+    ) -> bool:
+        """Whether there was something to keep that there is room for."""
+        before = len(kept)
         for index in np.flatnonzero(mine).tolist():
-            room = min(LOOK_TURN_TOKENS, LOOK_TOKENS - self._num_looked_at)
+            room = min(LOOK_TURN_TOKENS, LOOK_TOKENS - sum(len(each.inference) for each in kept))
             if room <= 0:
                 break
-            exhibit = exhibit_of(inquiry.evidence(index), max_tokens=room, is_kept=True)
-            if exhibit is not None:
-                self.exhibits.append(exhibit)
-                self._num_looked_at += len(exhibit.inference)
-        if self._num_looked_at > before:
-            self.cause = self._judge()
+            evidence = inquiry.evidence(index)
+            # What is made without logits is of no use to whoever asks for them.
+            asked = evidence if asking else replace(evidence, ask=None, windows={})
+            exhibit = exhibit_of(asked, max_tokens=room, is_kept=asking)
+            kept += [] if exhibit is None else [exhibit]
+        return len(kept) > before
 
     def _judge(self) -> Finding | None:
         whole = joined(self.exhibits)
@@ -88,31 +94,44 @@ class Pool:
         return prefix_differs(self.exhibits)
 
 
-def prefix_differs(exhibits: Sequence[Exhibit]) -> Finding | None:
-    """The first tokens of the turns are off, and the differences decay."""
-    whole = joined(exhibits)
-    errors = np.minimum(np.abs(whole.inference - whole.stated), RESIDUAL_CLIP)
-    scaled = np.minimum(errors / widths(whole.stated), PREFIX_WIDTHS)
-    # Wild tokens are told by themselves, and a prefix that differs makes none.
-    tame = errors < OUTLIER_TOKEN
-    early, late = tame & (whole.offset < PREFIX_EARLY), tame & (whole.offset >= PREFIX_LATE)
-    between = tame & ~early & ~late
-    if min(early.sum(), late.sum(), between.sum()) < PREFIX_EARLY:
-        return None
-    means = [float(scaled[part].mean()) for part in (early, between, late)]
-    both = np.concatenate([scaled[early], scaled[late]])
-    gain = len(both) * np.log(both.mean() + WIDTH_FLOOR) - sum(
-        part.sum() * np.log(scaled[part].mean() + WIDTH_FLOOR) for part in (early, late)
-    )
-    loud, quiet = float(errors[early].mean()), float(errors[late].mean())
-    if gain < SPAN_MIN_GAIN or means[0] < SPAN_FACTOR * means[2] or loud < SPAN_LOUD / 2:
-        return None
-    if not means[0] > means[1] > means[2]:
-        return None
-    return finding(
-        "prefix-differs",
-        where=exhibits[0].place,
-        expected="differences of one size along a turn",
-        found=f"mean |log_ratio| {loud:.3g} nats in the first {PREFIX_EARLY} tokens of {len(exhibits)} "
-        f"turns, {float(errors[between].mean()):.3g} up to the {PREFIX_LATE}th, {quiet:.3g} later",
-    )
+@dataclass(slots=True, kw_only=True)
+class _Seen:
+    """Sums of the table by which it is decided whether to look: they cost nothing."""
+
+    num: float = 0.0
+    signed: float = 0.0
+    size: float = 0.0
+    """Of |log_ratio|, nats."""
+    num_first: float = 0.0
+    """Tokens in first windows of turns that have further ones, and the next the same of later windows."""
+    num_later: float = 0.0
+    size_first: float = 0.0
+    size_later: float = 0.0
+
+    def add(self, inquiry: Inquiry, mine: NDArray[np.bool_]) -> None:
+        """Count the segments of a batch."""
+        table = inquiry.table[mine]
+        num, size = table[:, COLUMN["num_compared"]], table[:, COLUMN["sum_abs_log_ratio"]]
+        self.num += float(num.sum())
+        self.size += float(size.sum())
+        self.signed += float(table[:, COLUMN["sum_log_ratio"]].sum())
+        first = inquiry.measured.windows()[inquiry.measured.first_window[mine]]
+        num_first, size_first = first[:, COLUMN["num_compared"]], first[:, COLUMN["sum_abs_log_ratio"]]
+        goes_on = num > num_first
+        self.num_first += float(num_first[goes_on].sum())
+        self.size_first += float(size_first[goes_on].sum())
+        self.num_later += float((num - num_first)[goes_on].sum())
+        self.size_later += float((size - size_first)[goes_on].sum())
+
+    @property
+    def is_off(self) -> bool:
+        """More than an engine's own noise leaves, or less but nearly all of it on one side."""
+        mean = self.size / max(self.num, 1)
+        one_sided = abs(self.signed) >= LOOK_SIDED_SHARE * self.size
+        return mean >= LOOK_MEAN or (one_sided and mean >= LOOK_SIDED_MEAN)
+
+    @property
+    def begins_off(self) -> bool:
+        """The first window of the turns is louder than their later ones."""
+        first, later = self.size_first / max(self.num_first, 1), self.size_later / max(self.num_later, 1)
+        return self.num_later > 0 and first >= max(LOOK_BEGINNING_MEAN, LOOK_BEGINNING_FACTOR * later)

@@ -5,7 +5,7 @@ What more than one family needs is computed once, when it is first asked for.
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -113,7 +113,7 @@ class Known:
     """[n, U] the same among what the turn sampled so far."""
 
     @classmethod
-    def of(cls, seen: Seen) -> "Known":
+    def of(cls, seen: Seen) -> Self:
         """Counted and gathered once, for all penalties."""
         ids = np.unique(np.concatenate([seen.before, seen.ids]))
         column = np.searchsorted(ids, seen.ids)
@@ -145,3 +145,45 @@ class Known:
         """[n] the mass of all ids but those that are held down, of [n, U]."""
         left: Values = np.maximum(1 - (self.chances * is_held).sum(axis=1), 1e-9)
         return left
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Held:
+    """Some of the known ids of each token, of which the logits are multiplied."""
+
+    logits: Values
+    """[N], token by token."""
+    whole: Values
+    """[N] the normaliser of the token."""
+    tokens: NDArray[np.intp]
+    """[M] the tokens that have any."""
+    starts: NDArray[np.intp]
+    """[M] where theirs begin."""
+    num_tokens: int
+    room: Values
+    """[N] to compute in."""
+
+    @classmethod
+    def of(cls, known: Known, chosen: NDArray[np.bool_]) -> Self:
+        """The ids that are chosen, of [n, U]."""
+        rows, columns = np.nonzero(chosen)
+        starts = np.flatnonzero(np.diff(rows, prepend=-1))
+        return cls(
+            logits=known.logits[rows, columns],
+            whole=known.whole[rows],
+            tokens=rows[starts],
+            starts=starts,
+            num_tokens=len(chosen),
+            room=np.empty(len(rows)),
+        )
+
+    def mass(self, factor: float) -> Values:
+        """[n] what their probabilities sum to, with the logits times this."""
+        np.multiply(self.logits, factor, out=self.room)
+        np.subtract(self.room, self.whole, out=self.room)
+        np.minimum(self.room, MAX_EXPONENT, out=self.room)
+        np.exp(self.room, out=self.room)
+        mass = np.zeros(self.num_tokens)
+        if len(self.starts):
+            mass[self.tokens] = np.add.reduceat(self.room, self.starts)
+        return mass

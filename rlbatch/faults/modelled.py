@@ -124,9 +124,9 @@ def _truncation_renormalized(scored: Scored, rng: np.random.Generator) -> Scored
     places = np.arange(len(at))
     by = -np.log(mass[places, last])
     kept = np.exp(logprobs[places, scored.sample.token_ids[at]]) >= order[places, last]
-    # A turn whose last token, or a stop token in it, could not have been drawn would end elsewhere.
+    # A turn whose last token, or whose stop token, could not have been drawn would have ended elsewhere.
+    stops = [token for stated in scored.sample.provenances for token in stated.eos_token_ids]
     ends = np.append(np.diff(scored.sample.turn[at]) != 0, True)
-    stops = [stop for each in scored.sample.provenances for stop in each.eos_token_ids]
     ends |= np.isin(scored.sample.token_ids[at], stops)
     if np.count_nonzero(kept & (by > 0.01)) < 4 or not kept[ends].all():
         return scored

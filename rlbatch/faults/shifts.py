@@ -77,9 +77,16 @@ def _shifted_by_rule(samples: Sequence[Sample], rng: np.random.Generator) -> lis
         lags = (sign * rules[at]).tolist()
         moved = [_sliced(sample, lag, rng) for sample, lag in zip(samples, lags, strict=True)]
         # One row that is off follows any rule.
-        if sum(new is not old for new, old in zip(moved, samples, strict=True)) >= 2:
+        if sum(_shows(new, lag) for new, lag in zip(moved, lags, strict=True) if lag) >= 2:
             return moved
     return list(samples)
+
+
+def _shows(sample: Sample, lag: int) -> bool:
+    """Whether a turn has enough pairs at a lag that can be told from their neighbours."""
+    parts = long_segments(sample, min_length=SHOWS_IN + abs(lag))
+    values = [sample.inference_logprobs[part.start : part.stop - abs(lag)] for part in parts]
+    return any(np.count_nonzero(each < SHOWS_BELOW) >= SHOWS_IN for each in values)
 
 
 def _sliced(sample: Sample, lag: int, rng: np.random.Generator) -> Sample:

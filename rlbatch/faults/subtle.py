@@ -12,7 +12,7 @@ BLOCK = 16
 
 
 MIN_DISAGREEMENTS = 4
-"""Tokens of a row: fewer are noise in the tails."""
+"""Tokens of a turn: fewer are noise in the tails."""
 
 
 def temperature_apart(rng: np.random.Generator) -> float:
@@ -102,11 +102,17 @@ def drifted(sample: Sample, where: slice, scale: float, rng: np.random.Generator
 
 
 def _confident_disagreement(sample: Sample, rng: np.random.Generator) -> Sample:
-    # The engine says one half or more of tokens that the trainer holds to be unlikely.
-    unlikely = np.flatnonzero(sample.loss_mask & (sample.inference_logprobs < -2.8))
-    if len(unlikely) < MIN_DISAGREEMENTS:
+    # The engine says one half or more of tokens of a turn that the trainer holds to be unlikely.
+    unlikely = [
+        part.start + np.flatnonzero(sample.inference_logprobs[part.start : part.stop] < -2.8)
+        for part in long_segments(sample, min_length=MIN_DISAGREEMENTS)
+    ]
+    able = [at[sample.loss_mask[at]] for at in unlikely]
+    able = [at for at in able if len(at) >= MIN_DISAGREEMENTS]
+    if not able:
         return sample
-    some = rng.choice(unlikely, max(MIN_DISAGREEMENTS, len(unlikely) // 8), replace=False)
+    chosen = able[int(rng.integers(len(able)))]
+    some = rng.choice(chosen, max(MIN_DISAGREEMENTS, len(chosen) // 8), replace=False)
     logprobs = sample.inference_logprobs.copy()
     logprobs[some] = rng.uniform(-0.6, -0.1, len(some))
     return replace(sample, inference_logprobs=logprobs)

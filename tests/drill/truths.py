@@ -16,6 +16,8 @@ from rlbatch.records import Sample
 
 WITHIN = 0.05
 """Relative error of a parameter that still counts as told."""
+WRONG_ID_REACHES = 8
+"""Tokens after a wrong id that it moves so far that they may be wrong or not."""
 LAG = re.compile(r" at lag ([+-]\d+)")
 OWNER = re.compile(r"to those of sample (\d+),")
 TEMPERATURE = re.compile(r"temperature ([\d.e+-]+), where ([\d.e+-]+) is stated")
@@ -124,8 +126,12 @@ def _kept(case: Drilled, found: Finding) -> bool:
 def _slots(case: Drilled, found: Finding) -> bool:
     match = TOKENS.search(found.found)
     old, new = _rows(case, found)
-    changed = set(np.flatnonzero(old.token_ids != new.token_ids).tolist())
-    return match is not None and {int(each) for each in match[1].split(",") if each.strip()} == changed
+    turn = new.turn == found.where.turn
+    changed = np.flatnonzero((old.token_ids != new.token_ids) & turn)
+    told = set() if match is None else {int(each) for each in match[1].split(",") if each.strip()}
+    # After a wrong id the trainer reads on from it: what comes shortly after is not for it to tell.
+    alone = changed[np.diff(changed, prepend=-WRONG_ID_REACHES - 1) > WRONG_ID_REACHES]
+    return set(alone.tolist()) <= told <= set(changed.tolist())
 
 
 CHECKS: dict[str, Callable[[Drilled, Finding], bool]] = {

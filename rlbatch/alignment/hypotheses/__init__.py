@@ -17,7 +17,7 @@ from rlbatch.alignment.hypotheses.distributions import (
 )
 from rlbatch.alignment.hypotheses.passes import trainer_fault, untold_pass
 from rlbatch.alignment.hypotheses.places import rows_permuted, shifted, shifted_from
-from rlbatch.alignment.hypotheses.remainder import doubtful, unexplained
+from rlbatch.alignment.hypotheses.remainder import doubtful, unexplained, unlike_its_peers
 from rlbatch.alignment.hypotheses.spans import span_cause
 from rlbatch.alignment.hypotheses.tokens import confident_disagreement, wrong_ids
 from rlbatch.alignment.hypotheses.values import (
@@ -131,6 +131,7 @@ SINGLE: tuple[Hypothesis, ...] = (
     span_cause,
     unexplained,
     doubtful,
+    unlike_its_peers,
 )
 """Of single segments that neither those explain nor what all segments of their provenance show together."""
 

@@ -14,6 +14,9 @@ from rlbatch.alignment.limits import (
     GROSS_MEAN,
     GROSS_MIN_TOKENS,
     GROSS_TRIMMED_SHARE,
+    PEERS_OFF,
+    PEERS_QUIET,
+    PEERS_TOKEN_OFF,
     STRANGER_MIN_TOKENS,
     STRANGER_MIN_UNCERTAIN,
     STRANGER_RANK,
@@ -62,6 +65,26 @@ def doubtful(evidence: Evidence) -> Finding | None:
         where=evidence.place,
         expected=f"mean |log_ratio| of at most {most:.2f} nats over {len(errors)} tokens",
         found=f"{errors.mean():.3g} nats; {_by_lag(evidence)}",
+    )
+
+
+def unlike_its_peers(evidence: Evidence) -> Finding | None:
+    """Off in a run without noise, in more than one token, and no cause fits: a warning."""
+    if not evidence.comparable or not evidence.current or evidence.floor is None:
+        return None
+    errors = np.sort(evidence.at_zero()[evidence.usable])[:-1]
+    if evidence.floor > PEERS_QUIET or not len(errors):
+        return None
+    # One wild token is a ratio-tail.
+    if errors.mean() < PEERS_OFF and errors[-1] < PEERS_TOKEN_OFF:
+        return None
+    bad = np.flatnonzero(evidence.at_zero() >= errors[-1])
+    return finding(
+        "unexplained",
+        severity="warning",
+        where=evidence.where(bad),
+        expected=f"differences as in other turns, where mean |log_ratio| is {evidence.floor:.2g} nats",
+        found=f"{errors.mean():.3g} nats over {len(errors)} tokens without the largest{_untold(evidence)}",
     )
 
 

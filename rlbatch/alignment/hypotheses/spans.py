@@ -11,18 +11,20 @@ from rlbatch.alignment.limits import (
     CACHE_MIN_TOKENS,
     DECAY_FACTOR,
     GROSS_TRIMMED_SHARE,
-    PREFIX_WIDTHS,
+    OUTLIER_TOKEN,
     RUBBISH_MEAN,
     SPAN_FACTOR,
     SPAN_LOUD,
     SPAN_MIN_GAIN,
     SPAN_NOISY_MIN_GAIN,
     SPAN_QUIET,
+    SPAN_WIDTHS,
     TAIL_MIN_TOKENS,
     TAIL_SHARE,
     TAIL_TOKENS,
     VERSION_FACTOR,
     VERSION_MIN_TOKENS,
+    VERSION_SHARE,
     ZERO_NOISY,
 )
 from rlbatch.alignment.tournament import WIDTH_FLOOR, widths
@@ -41,7 +43,9 @@ class Span:
     loud: float
     """Mean clipped |log_ratio| within, without the largest tenth, nats."""
     quiet: float
-    """The same without."""
+    """The same without, of all tokens."""
+    quiet_widths: float
+    """The same in widths."""
 
 
 def loud_span(evidence: Evidence) -> Span | None:
@@ -50,7 +54,7 @@ def loud_span(evidence: Evidence) -> Span | None:
     if len(at) < CACHE_MIN_TOKENS + TAIL_MIN_TOKENS:
         return None
     errors = evidence.at_zero()[at]
-    scaled = np.minimum(errors / widths(evidence.trainer[at]), PREFIX_WIDTHS)
+    scaled = np.minimum(errors / widths(evidence.trainer[at]), SPAN_WIDTHS)
     before = np.cumsum(scaled)[:-1]
     num = np.arange(1, len(at))
     first, second = before / num, (scaled.sum() - before) / (len(at) - num)
@@ -69,13 +73,20 @@ def loud_span(evidence: Evidence) -> Span | None:
     ):
         return None
     parts = errors[: split + 1], errors[split + 1 :]
-    sizes = _without_largest(parts[is_end]), float(parts[not is_end].mean())
+    size, others = float(np.minimum(parts[is_end], OUTLIER_TOKEN).mean()), float(parts[not is_end].mean())
     usual = 0.0 if evidence.floor is None else SPAN_FACTOR * evidence.floor
-    if sizes[0] < max(SPAN_LOUD, usual) or sizes[1] > SPAN_QUIET:
+    if loud[split] < SPAN_LOUD or size < max(SPAN_LOUD, usual) or others > SPAN_QUIET:
         return None
     edge = int(at[split + 1])
     start, stop = (edge, len(evidence.trained)) if is_end else (0, edge)
-    return Span(start=start, stop=stop, is_end=is_end, loud=sizes[0], quiet=sizes[1])
+    return Span(
+        start=start,
+        stop=stop,
+        is_end=is_end,
+        loud=_without_largest(parts[is_end]),
+        quiet=others,
+        quiet_widths=float(quiet[split]),
+    )
 
 
 def _without_largest(errors: NDArray[np.float64]) -> float:
@@ -128,10 +139,16 @@ def _versions(evidence: Evidence, span: Span) -> Finding | None:
 
 
 def _is_loud_throughout(evidence: Evidence, span: Span) -> bool:
-    """Whether both halves of the span are loud: other weights spoil all of it, and not only its end."""
-    errors = evidence.at_zero()[span.start : span.stop][evidence.usable[span.start : span.stop]]
-    halves = np.array_split(errors, 2)
-    return all(_without_largest(half) >= max(SPAN_LOUD, VERSION_FACTOR * span.quiet) for half in halves)
+    """Whether both halves of the span are loud in many tokens: other weights spoil all of it."""
+    if span.loud < max(SPAN_LOUD / 2, VERSION_FACTOR * span.quiet, evidence.floor or 0.0):
+        return False
+    part = evidence.part(span.start, span.stop)
+    scaled = part.at_zero()[part.usable] / widths(part.trainer[part.usable])
+    return all(
+        np.minimum(half, SPAN_WIDTHS).mean() >= VERSION_FACTOR * span.quiet_widths
+        and (half > VERSION_FACTOR * span.quiet_widths).mean() >= VERSION_SHARE
+        for half in np.array_split(scaled, 2)
+    )
 
 
 def _labelled(versions: NDArray[np.int64], edge: int) -> bool:

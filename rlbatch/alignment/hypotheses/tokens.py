@@ -6,17 +6,20 @@ from numpy.typing import NDArray
 
 from rlbatch.alignment.evidence import Evidence
 from rlbatch.alignment.limits import (
+    AFTERMATH_FACTOR,
+    AFTERMATH_TOKENS,
+    AFTERMATH_WIDTHS,
     CONFIDENT_BELOW,
     CONFIDENT_MIN_SHARE,
     CONFIDENT_MIN_TOKENS,
     CONFIDENT_OFF,
     SLOT_AFTER,
+    SLOT_BEFORE,
     SLOT_CHANCE,
     SLOT_FACTOR,
     SLOT_FIT,
     SLOT_MOST,
     SLOT_NOISY,
-    SLOT_NOISY_CHANCE,
     SLOT_NOISY_MIN,
     SLOT_OFF,
     SLOT_TRAINER,
@@ -33,33 +36,60 @@ def wrong_ids(evidence: Evidence) -> Finding | None:
     slots = _slots(evidence)
     if evidence.ask is None or not len(slots) or not evidence.comparable:
         return None
-    rest = evidence.usable.copy()
-    for slot in slots:
-        rest[slot : slot + SLOT_AFTER] = False
+    rest = _apart_from(evidence, slots)
     noise = float(evidence.at_zero()[rest].mean()) if rest.any() else np.inf
     if noise > min(SPAN_QUIET, evidence.most_left):
         return None
-    # An uncertain token is told less exactly: noise moves it more.
-    within = SLOT_WIDTHS * float((evidence.at_zero()[rest] / widths(evidence.trainer[rest])).mean())
-    chances = np.array([_chance(evidence, int(slot), within) for slot in slots])
+    before = evidence.usable & (np.arange(len(rest)) < slots[0])
+    exact = before if before.sum() >= SLOT_BEFORE else rest
+    chances = np.array([_chance(evidence, int(at), rest if at > slots[0] else exact) for at in slots])
     # What follows a wrong id is unlikely too, and no other id explains it.
     first = np.diff(slots, prepend=-SLOT_AFTER - 1) > SLOT_AFTER
-    if noise > SLOT_NOISY and first.sum() < SLOT_NOISY_MIN:
+    if noise > SLOT_NOISY:
+        # No id is told exactly there: several must fit, and spoil what follows them.
+        holds = (
+            first.sum() >= SLOT_NOISY_MIN and (chances[first] < 1).all() and has_aftermath(evidence, slots)
+        )
+        slots = slots[first]
+    else:
+        holds = chances[0] <= SLOT_CHANCE
+        slots = slots[chances <= SLOT_CHANCE]
+    if not holds:
         return None
-    most = SLOT_NOISY_CHANCE if noise > SLOT_NOISY else SLOT_CHANCE
-    if chances[first].prod() > most or (chances[first] == 1).any():
-        return None
-    slots = slots[chances < 1]
     tokens = ", ".join(str(evidence.first_token + int(slot)) for slot in slots[:8])
-    log_ratio = evidence.log_ratio()
     return finding(
         "wrong-ids",
         where=evidence.where(slots),
         expected="the engine's logprob of the id that is stored",
         found=f"at tokens {tokens}{', ...' if len(slots) > 8 else ''} the trainer is "
-        f"{-log_ratio[slots].mean():.3g} nats lower, and another id has the engine's value; elsewhere in the "
-        f"turn mean |log_ratio| is {noise:.3g}",
+        f"{-evidence.log_ratio()[slots].mean():.3g} nats lower, and another id has the engine's value; what "
+        f"comes right after them cannot be told; elsewhere in the turn mean |log_ratio| is {noise:.3g}",
     )
+
+
+def has_aftermath(evidence: Evidence, bad: NDArray[np.intp]) -> bool:
+    """Whether tokens right after bad ones are louder than others: the trainer has read another id there."""
+    rest = _apart_from(evidence, bad)
+    # What lies shortly after a bad token may be bad itself: that is what an aftermath is.
+    leads = bad[np.diff(bad, prepend=-AFTERMATH_TOKENS - 1) > AFTERMATH_TOKENS]
+    reached = np.unique(leads[:, None] + np.arange(1, AFTERMATH_TOKENS + 1))
+    after = np.zeros(len(rest), bool)
+    after[reached[reached < len(rest)]] = True
+    after &= evidence.usable
+    if not after.any() or not rest.any():
+        return False
+    scaled = evidence.at_zero() / widths(np.where(evidence.usable, evidence.trainer, 0.0))
+    usual = float(scaled[rest].mean())
+    loud = np.minimum(scaled[after], AFTERMATH_WIDTHS * usual).mean()
+    return bool(loud >= AFTERMATH_FACTOR * np.minimum(scaled[rest], AFTERMATH_WIDTHS * usual).mean())
+
+
+def _apart_from(evidence: Evidence, bad: NDArray[np.intp]) -> NDArray[np.bool_]:
+    """[N]; usable tokens that no bad one is among or shortly before."""
+    rest = evidence.usable.copy()
+    for slot in bad:
+        rest[slot : slot + SLOT_AFTER] = False
+    return rest
 
 
 def _slots(evidence: Evidence) -> NDArray[np.intp]:
@@ -73,29 +103,26 @@ def _slots(evidence: Evidence) -> NDArray[np.intp]:
     return np.flatnonzero(low & (log_ratio < -SLOT_FACTOR * rest.mean()))
 
 
-def _chance(evidence: Evidence, slot: int, within: float) -> float:
-    """How easily some id has the engine's value there by chance; 1 where none of the first ranks has.
+def _chance(evidence: Evidence, slot: int, known: NDArray[np.bool_]) -> float:
+    """How easily some id has the engine's value there by chance; 1 where none has.
 
     Args:
         evidence: with logits to ask for.
         slot: its entry.
-        within: noise in widths.
+        known: [N] tokens by which noise is known.
     """
     if evidence.ask is None:
         return 1.0
-    logits = evidence.ask(slot, slot + 1)[0].double() / evidence.divisor
-    best = torch.log_softmax(logits, dim=0).topk(min(MOST_RANKS, len(logits))).values.numpy()
-    apart = np.abs(best - float(evidence.inference[slot]))
     # An uncertain token is told less exactly: noise moves it more.
-    tolerance = within * widths(best) + SLOT_FIT
+    noise = float((evidence.at_zero()[known] / widths(evidence.trainer[known])).mean())
+    logits = evidence.ask(slot, slot + 1)[0].double() / evidence.divisor
+    best = torch.log_softmax(logits, dim=0).numpy()
+    apart = np.abs(best - float(evidence.inference[slot]))
+    tolerance = SLOT_WIDTHS * noise * widths(best) + SLOT_FIT
     if not (apart < tolerance).any():
         return 1.0
     nearest = int(apart.argmin())
     return float(min(0.99, np.count_nonzero(apart < 1.0) * tolerance[nearest]))
-
-
-MOST_RANKS = 256
-"""Ids a position among which the drawn one is looked for."""
 
 
 def confident_disagreement(evidence: Evidence) -> Finding | None:
@@ -105,16 +132,24 @@ def confident_disagreement(evidence: Evidence) -> Finding | None:
     usable, log_ratio = evidence.usable, evidence.log_ratio()
     sure = usable & (evidence.inference >= CONFIDENT_BELOW) & (log_ratio < -CONFIDENT_OFF)
     bad = np.flatnonzero(sure)
-    if len(bad) < max(CONFIDENT_MIN_TOKENS, CONFIDENT_MIN_SHARE * usable.sum()):
-        return None
     rest = evidence.at_zero()[usable & ~sure]
-    if not len(rest) or rest.mean() > min(SPAN_QUIET, evidence.most_left):
+    if len(bad) < CONFIDENT_MIN_TOKENS or not len(rest):
         return None
+    noise = float(rest.mean())
+    if noise > min(SPAN_QUIET, evidence.most_left):
+        return None
+    if noise > SLOT_NOISY and len(bad) < CONFIDENT_MIN_SHARE * usable.sum():
+        return None
+    count = f"{len(bad)} of {int(usable.sum())} tokens lower, by {-log_ratio[bad].mean():.3g} nats on average"
     ask = "" if evidence.ask is not None else "; whether other ids fit takes logits_for"
+    # A kernel that is wrong for some tokens spares the next ones; after a wrong id they are off as well.
+    spreads = has_aftermath(evidence, bad)
     return finding(
-        "confident-disagreement",
+        "unexplained" if spreads else "confident-disagreement",
+        severity="error",
         where=evidence.where(bad),
         expected="tokens that the engine gave 1/2 or more within 2 nats of it in the trainer",
-        found=f"{len(bad)} of {int(usable.sum())} tokens lower, by {-log_ratio[bad].mean():.3g} nats "
-        f"on average; elsewhere in the turn mean |log_ratio| is {rest.mean():.3g}{ask}",
+        found=f"{count}; elsewhere in the turn mean |log_ratio| is {noise:.3g}"
+        + ("; what follows them is off too, as after wrong ids" if spreads else "")
+        + ask,
     )
