@@ -165,6 +165,7 @@ def sample_turns(
                 completion_token_ids=ids[:length].numpy().astype(np.int32),
                 inference_logprobs=logprobs[:length].numpy(),
                 finish_reason="stop" if len(stops) else "length",
+                stop_reason=int(ids[length - 1]) if len(stops) else None,
                 policy_versions=(VersionSpan(label=str(version), start=0, stop=length),),
                 provenance=provenance,
             )

@@ -189,6 +189,7 @@ def _to_sample(
         routed_experts=_routed_experts(trajectory, branch),
         provenances=tuple(turn.provenance for turn in trajectory.turns),
         finish_reasons=tuple(turn.finish_reason for turn in trajectory.turns),
+        stop_reasons=tuple(turn.stop_reason for turn in trajectory.turns),
     )
 
 

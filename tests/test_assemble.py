@@ -31,6 +31,7 @@ def test_one_turn_becomes_one_sample_with_every_field_in_its_place():
     assert sample.raw_inference_logprobs is None
     assert (sample.trajectory_id, sample.group_id, sample.reward) == ("t0", "g", 1.0)
     assert (sample.sibling, sample.num_siblings, sample.finish_reasons) == (0, 1, ("stop",))
+    assert sample.stop_reasons == (None,)
 
 
 def test_turns_that_extend_one_another_join_and_tokens_between_are_context():

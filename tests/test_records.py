@@ -52,6 +52,7 @@ def test_the_one_list_of_fields_is_the_sample():
         ("group_id", b"g", "group_id: expected text or None"),
         ("reward", "1", "reward: expected a number"),
         ("finish_reasons", (3,), "finish_reasons: expected one of"),
+        ("stop_reasons", (2.0,), "stop_reasons: expected a token id, a stop string or None, found float"),
         ("provenances", ("vllm",), "expected Provenance, found str"),
     ],
 )

@@ -22,7 +22,7 @@ from rlbatch.records.structure import (
     kind_of,
 )
 from rlbatch.records.token_fields import TOKEN_FIELDS, UNKNOWN_VERSION
-from rlbatch.records.turn import FINISH_REASONS, FinishReason
+from rlbatch.records.turn import FINISH_REASONS, FinishReason, StopReason, check_stop_reason
 
 MAX_SIBLINGS = 2**63 - 1
 """What a shard's int64 holds."""
@@ -70,6 +70,9 @@ class Sample:
     """Indexed by `turn`."""
     finish_reasons: tuple[FinishReason | None, ...] = ()
     """Indexed by `turn`; empty where nobody said."""
+    stop_reasons: tuple[StopReason | None, ...] = ()
+    """Indexed by `turn`; None where the engine said nothing. Empty where nobody kept them: then no turn's end
+    is held against its finish reason."""
     segments: "tuple[Segment, ...]" = field(init=False, repr=False)
     """Its runs of sampled tokens of one turn each, in order. Found once, where it is made."""
     segment_versions: tuple[int, ...] = field(init=False, repr=False)
@@ -89,6 +92,7 @@ class Sample:
         check_media(self.media)
         object.__setattr__(self, "provenances", tuple(self.provenances))
         object.__setattr__(self, "finish_reasons", tuple(self.finish_reasons))
+        object.__setattr__(self, "stop_reasons", tuple(self.stop_reasons))
         self._check_names()
         self._check_tokens()
         self._derive()
@@ -134,6 +138,8 @@ class Sample:
         for reason in self.finish_reasons:
             if reason is not None:
                 check_choice("Sample.finish_reasons", reason, FINISH_REASONS)
+        for stop in self.stop_reasons:
+            check_stop_reason("Sample.stop_reasons", stop)
 
     def _check_tokens(self) -> None:
         if len(self.token_ids) == 0:

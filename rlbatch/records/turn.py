@@ -25,6 +25,9 @@ FinishReason: TypeAlias = Literal["stop", "length", "abort", "tool_calls"]
 
 FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort", "tool_calls")
 
+StopReason: TypeAlias = int | str
+"""The stop token's id or the stop string that ended a turn, as the engine said."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionSpan:
@@ -57,8 +60,8 @@ class Turn:
     raw_inference_logprobs: NDArray[np.float32] | None = None
     """[C] nats, of the model's own softmax at temperature 1, where the engine gave those instead."""
     finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None
-    """The stop token's id or the stop string, as the engine said."""
+    stop_reason: StopReason | None = None
+    """None where the engine said nothing: some do where the main EOS ended it."""
     policy_versions: tuple[VersionSpan, ...] = ()
     """Empty where the engine said nothing."""
     routed_experts: NDArray[np.integer] | None = None
@@ -88,6 +91,7 @@ class Turn:
         check_ids(self, "completion_token_ids")
         if self.finish_reason is not None:
             check_choice("Turn.finish_reason", self.finish_reason, FINISH_REASONS)
+        check_stop_reason("Turn.stop_reason", self.stop_reason)
         if not isinstance(self.provenance, Provenance):
             raise RecordError(f"Turn.provenance: expected Provenance, found {kind_of(self.provenance)}")
         _check_spans(self.policy_versions, num_tokens)
@@ -126,6 +130,12 @@ class Trajectory:
         for turn in self.turns:
             if not isinstance(turn, Turn):
                 raise RecordError(f"Trajectory.turns: expected Turn, found {kind_of(turn)}")
+
+
+def check_stop_reason(label: str, value: object) -> None:
+    """Refuse what is no id, no text and not None."""
+    if value is not None and (isinstance(value, bool) or not isinstance(value, (int, str))):
+        raise RecordError(f"{label}: expected a token id, a stop string or None, found {kind_of(value)}")
 
 
 def _check_spans(spans: Iterable[VersionSpan], num_tokens: int) -> None:

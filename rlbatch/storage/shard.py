@@ -18,7 +18,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlbatch.errors import StorageError
-from rlbatch.records import TOKEN_FIELDS, FinishReason, MediaArray, Provenance, Sample, Stretch
+from rlbatch.records import (
+    TOKEN_FIELDS,
+    FinishReason,
+    MediaArray,
+    Provenance,
+    Sample,
+    StopReason,
+    Stretch,
+)
 from rlbatch.storage.columns import (
     ARRAYS,
     EXPERT_COLUMNS,
@@ -27,9 +35,11 @@ from rlbatch.storage.columns import (
     PER_BOUNDARY,
     PER_SAMPLE,
     SAMPLES,
+    STOP_REASONS,
     TEXT_ENCODING,
     read_finish_reasons,
     read_provenances,
+    read_stop_reasons,
 )
 from rlbatch.storage.derived import Derived, derive
 from rlbatch.storage.files import reason, refusal, unusable
@@ -39,6 +49,7 @@ from rlbatch.storage.media import MEDIA, MEDIA_KINDS, decode_media
 _TOKEN_ARRAYS = frozenset({EXPERTS, MEDIA, *(spec.name for spec in TOKEN_FIELDS)})
 _TOGETHER = (
     frozenset({EXPERTS, f"{EXPERTS}.offsets", *EXPERT_COLUMNS}),
+    frozenset({STOP_REASONS, f"{STOP_REASONS}.offsets"}),
     frozenset({MEDIA, f"{MEDIA}.offsets", MEDIA_KINDS, f"{MEDIA_KINDS}.offsets"}),
 )
 """Arrays that come all or not at all."""
@@ -87,7 +98,7 @@ class Shard:
         self._verify(self._entries.keys() - _TOKEN_ARRAYS)
         self.offsets: NDArray[np.int64] = self._arrays["offsets"]
         _check_extents(path, self._arrays)
-        self.provenances, self._finish_reasons = _documents(path, header.metadata)
+        self.provenances, self._finish_reasons, self._stop_reasons = _documents(path, header.metadata)
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -208,6 +219,7 @@ class Shard:
             "finish_reasons": tuple(
                 self._finish_reasons[at] for at in self._indices("finish_reasons", index)
             ),
+            "stop_reasons": self._stops(index),
         }
 
     def _tokens(self, name: str, index: int, span: slice) -> NDArray[Any] | None:
@@ -231,6 +243,11 @@ class Shard:
             raise ValueError("routed experts without layers")
         num_rows = int(self.offsets[index + 1] - self.offsets[index]) - 1
         return run.view(EXPERT_DTYPES_BY_SIZE[itemsize]).reshape(num_rows, num_layers, num_choices)
+
+    def _stops(self, index: int) -> tuple[StopReason | None, ...]:
+        if STOP_REASONS not in self._arrays:
+            return ()
+        return tuple(self._stop_reasons[at] for at in self._indices(STOP_REASONS, index))
 
     def _media(self, index: int) -> tuple[MediaArray, ...]:
         if MEDIA not in self._arrays:
@@ -311,13 +328,17 @@ def _check_extents(path: Path, arrays: Mapping[str, NDArray[Any]]) -> None:
 
 def _documents(
     path: Path, metadata: Mapping[str, str]
-) -> tuple[tuple[Provenance, ...], tuple[FinishReason | None, ...]]:
+) -> tuple[tuple[Provenance, ...], tuple[FinishReason | None, ...], tuple[StopReason | None, ...]]:
     try:
-        return read_provenances(metadata["provenances"]), read_finish_reasons(metadata["finish_reasons"])
+        return (
+            read_provenances(metadata["provenances"]),
+            read_finish_reasons(metadata["finish_reasons"]),
+            read_stop_reasons(metadata.get(STOP_REASONS, "[]")),
+        )
     except (ValueError, TypeError, LookupError) as error:
         raise refusal(
             "schema-unknown",
             path,
-            expected="provenances and finish reasons as this release knows them",
+            expected="provenances, finish reasons and stop reasons as this release knows them",
             found=shown(str(error)),
         ) from error
