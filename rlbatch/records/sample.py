@@ -14,11 +14,11 @@ from rlbatch.records.structure import (
     check_choice,
     check_ids,
     check_length,
-    check_scalar,
     check_text,
     freeze,
     freeze_experts,
-    keep_number,
+    keep_scalar,
+    keep_tuple,
     kind_of,
 )
 from rlbatch.records.token_fields import TOKEN_FIELDS, UNKNOWN_VERSION
@@ -88,11 +88,9 @@ class Sample:
             check_length(self, spec.name, len(self.token_ids))
         if self.routed_experts is not None:
             freeze_experts(self, "routed_experts", len(self.token_ids) - 1)
-        object.__setattr__(self, "media", tuple(self.media))
+        for name in ("media", "provenances", "finish_reasons", "stop_reasons"):
+            keep_tuple(self, name)
         check_media(self.media)
-        object.__setattr__(self, "provenances", tuple(self.provenances))
-        object.__setattr__(self, "finish_reasons", tuple(self.finish_reasons))
-        object.__setattr__(self, "stop_reasons", tuple(self.stop_reasons))
         self._check_names()
         self._check_tokens()
         self._derive()
@@ -124,9 +122,9 @@ class Sample:
         check_text(self, "sample_id")
         check_text(self, "trajectory_id")
         check_text(self, "group_id", optional=True)
-        keep_number(self, "reward")
+        keep_scalar(self, "reward", float, optional=True)
         for name in ("sibling", "num_siblings"):
-            check_scalar(f"Sample.{name}", getattr(self, name), int)
+            keep_scalar(self, name, int)
         if not 0 <= self.sibling < self.num_siblings <= MAX_SIBLINGS:
             raise RecordError(
                 f"Sample {self.sample_id!r}: expected 0 <= sibling < num_siblings, "
