@@ -15,7 +15,7 @@ from rlbatch.catalogue import finding
 from rlbatch.errors import Finding, RecordError, Where
 from rlbatch.prefix import Break, BreakKind, find_break, num_common
 from rlbatch.records import TOKEN_FIELDS, UNKNOWN_VERSION, Sample, Trajectory, Turn
-from rlbatch.records.structure import scalar
+from rlbatch.records.structure import scalar, shown
 
 MAX_VERSION = 2**31 - 1
 """What `policy_version` holds. A larger decimal label, such as a time in ms, is a name like any other."""
@@ -277,5 +277,5 @@ def _version(label: str, versions: Mapping[str, int] | None) -> int:
         raise RecordError(f"versions: expected every label of the trajectory, found none for {label!r}")
     version = scalar(f"versions[{label!r}]", versions[label], int)
     if not 0 <= version <= MAX_VERSION:
-        raise RecordError(f"versions[{label!r}]: expected from 0 to {MAX_VERSION}, found {version}")
+        raise RecordError(f"versions[{label!r}]: expected from 0 to {MAX_VERSION}, found {shown(version)}")
     return version

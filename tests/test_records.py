@@ -245,6 +245,27 @@ def test_numbers_are_kept_as_floats_so_that_equal_parameters_are_identical():
     assert identical(SamplingParams(temperature=1, top_p=1), SamplingParams(temperature=1.0, top_p=1.0))
 
 
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("the patient John Doe", "found a text of 20 characters"),
+        (["the patient"], "found list"),
+        ("eos", "found 'eos'"),
+    ],
+)
+def test_errors_hold_no_text(given, says):
+    with pytest.raises(RecordError, match=says) as caught:
+        turn([1], [7], [-0.1], finish_reason=given)
+    assert "patient" not in str(caught.value)
+
+
+def test_a_number_of_thousands_of_digits_is_named_and_not_written():
+    with pytest.raises(RecordError, match="reward: expected a number that a float holds"):
+        replace(sample([1], [2], [-1.0]), reward=10**5000)
+    with pytest.raises(RecordError, match="logit_bias: expected bool, found int"):
+        SamplingParams(temperature=1.0, logit_bias=10**5000)
+
+
 def test_temperature_has_no_default():
     with pytest.raises(TypeError):
         SamplingParams()

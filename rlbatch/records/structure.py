@@ -1,6 +1,7 @@
 """Checks of structure that records share: types, dtypes, lengths. Each names the record and the field."""
 
 import mmap
+import re
 from collections.abc import Iterable
 from types import NoneType
 from typing import Any, TypeVar
@@ -9,6 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlbatch.errors import RecordError
+
+_WORD = re.compile(r"[\w.+-]{0,40}")
+
+MAX_SHOWN_BITS = 64
+"""A larger integer is named, not shown: its digits fill pages, and Python refuses to write many of them."""
 
 _Scalar = TypeVar("_Scalar", bool, int, float)
 
@@ -130,7 +136,7 @@ def check_text(record: object, name: str, *, optional: bool = False) -> None:
     label = f"{type(record).__name__}.{name}"
     if not isinstance(value, str) or not (value or optional):
         expected = "text or None" if optional else "text that is not empty"
-        raise RecordError(f"{label}: expected {expected}, found {value!r}")
+        raise RecordError(f"{label}: expected {expected}, found {shown(value)}")
     try:
         value.encode()
     except UnicodeEncodeError as error:
@@ -141,14 +147,22 @@ def check_scalar(label: str, value: object, kind: object) -> None:
     """Refuse a value that is not of this kind; an int is fine as a float, a bool never is a number."""
     allowed = {bool: (bool,), int: (int,), float: (int, float)}[kind]  # type: ignore[index]
     if not isinstance(value, allowed) or (isinstance(value, bool) and kind is not bool):
-        raise RecordError(f"{label}: expected {getattr(kind, '__name__', kind)}, found {value!r}")
+        raise RecordError(f"{label}: expected {getattr(kind, '__name__', kind)}, found {shown(value)}")
 
 
 def check_choice(label: str, value: object, choices: Iterable[str]) -> None:
     """Refuse a word that is not one of the choices."""
     known = tuple(choices)
     if not isinstance(value, str) or value not in known:
-        raise RecordError(f"{label}: expected one of {', '.join(known)}, found {value!r}")
+        raise RecordError(f"{label}: expected one of {', '.join(known)}, found {shown(value)}")
+
+
+def shown(value: object) -> str:
+    """A number or a word as it is, and of anything else its kind: errors hold no text and no long lists."""
+    if isinstance(value, str):
+        return repr(value) if _WORD.fullmatch(value) else f"a text of {len(value)} characters"
+    is_short = not isinstance(value, int) or value.bit_length() <= MAX_SHOWN_BITS
+    return repr(value) if isinstance(value, (NoneType, int, float)) and is_short else kind_of(value)
 
 
 def kind_of(value: object) -> str:
