@@ -81,7 +81,7 @@ def to_samples(trajectory: Trajectory, versions: Mapping[str, int] | None = None
         turn 0 [1, 5] -> [7, 2], turn 1 [1, 5, 7, 2, 9] -> [8]: one sample [1, 5, 7, 2, 9, 8],
         trained at 2:4 and 5:6
     """
-    branches, _ = _branches(trajectory)
+    branches = _branches(trajectory)
     return [
         _to_sample(trajectory, branch, sibling, len(branches), versions)
         for sibling, branch in enumerate(branches)
@@ -93,22 +93,23 @@ def prefix_findings(trajectory: Trajectory) -> tuple[Finding, ...]:
 
     `found` begins with the kind of break, one of `rlbatch.prefix.BreakKind`.
     """
-    return tuple(_branches(trajectory)[1])
-
-
-def _branches(trajectory: Trajectory) -> tuple[list[_Branch], list[Finding]]:
-    """The sequences of a trajectory, and a finding for each turn that had to start one."""
-    branches: list[_Branch] = []
     findings: list[Finding] = []
+    _branches(trajectory, findings)
+    return tuple(findings)
+
+
+def _branches(trajectory: Trajectory, findings: list[Finding] | None = None) -> list[_Branch]:
+    """The sequences of a trajectory; `findings`, where given, gets one for each turn that begins another."""
+    branches: list[_Branch] = []
     for index, turn in enumerate(trajectory.turns):
         branch = _longest_prefix(branches, turn)
         if branch is None:
-            if branches:
+            if branches and findings is not None:
                 findings += _broken(trajectory, index, branches)
             branch = _Branch()
             branches.append(branch)
         branch.append(index, turn)
-    return branches, findings
+    return branches
 
 
 def _longest_prefix(branches: Sequence[_Branch], turn: Turn) -> _Branch | None:
