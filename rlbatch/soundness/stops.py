@@ -90,12 +90,14 @@ def finish_mismatch(subject: Subject) -> Iterator[Finding]:
     """Trained turns that say they ended at a stop token and do not end with it."""
     runs = subject.runs
     last = subject.token_ids[runs.stop - 1]
-    by_eos = _ended_by_eos(subject, last)
-    for run in subject.trained_runs(_are_ends(subject)):
+    # Most turns end with an EOS, and nothing else is said of why.
+    silent = [len(sample.stop_reasons) == sample.stop_reasons.count(None) for sample in subject.samples]
+    as_usual = _ended_by_eos(subject, last) & np.array(silent)[runs.sample]
+    for run in subject.trained_runs(_are_ends(subject) & ~as_usual):
         sample, turn = subject.samples[int(runs.sample[run])], int(runs.turn[run])
-        (reason,) = sample.stop_reasons[turn : turn + 1] or (None,)
-        if sample.finish_reasons[turn : turn + 1] != ("stop",) or (reason is None and by_eos[run]):
+        if sample.finish_reasons[turn : turn + 1] != ("stop",):
             continue
+        (reason,) = sample.stop_reasons[turn : turn + 1] or (None,)
         where = subject.where_run(run, runs.stop[run : run + 1] - runs.start[run] - 1)
         yield from lost_stop(int(last[run]), reason, subject.provenance_of(run), where)
 
