@@ -9,13 +9,10 @@ the rollouts as a shard; load it; gate the step on a pass without gradient; then
 a clipped loss. The policy version counts steps, not optimizer steps, as nothing is sampled between those.
 With `--lag N` a step also trains on the rollouts of the last N policies, which are up to N versions old.
 
-The reward is self-consistency: the number after `####` is the last `= n` before it. The model beside this
-file learns that in about a minute. Right arithmetic would be the natural reward, but a model this small gets
-no better at it within minutes.
+The task, and its reward, are in `word_problems.py`; the model beside this file learns it in about a minute.
 """
 
 import argparse
-import re
 import sys
 import tempfile
 import time
@@ -28,6 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoTokenizer, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from word_problems import HELD_OUT_THINGS, THINGS, make_prompts, reward_of
 
 from rlbatch.alignment import Alignment, require_aligned
 from rlbatch.assemble import to_samples
@@ -59,11 +57,6 @@ NUM_OPTIMIZER_STEPS = 2
 LEARNING_RATE, CLIP, MAX_GRAD_NORM = 7e-4, 0.2, 1.0
 NUM_HELD_OUT = 256
 
-NAMES = ["Anna", "Boris", "Chen", "Dana", "Emil", "Fatima", "Goro", "Hana", "Ivan", "Juno", "Kofi", "Lena"]
-THINGS = ["apples", "pears", "coins", "books", "stones", "cards", "tickets", "stamps"]
-HELD_OUT_THINGS = ["pens", "marbles"]
-"""No training prompt is about these, so that none is a held-out one."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
@@ -78,33 +71,6 @@ class Settings:
     unchecked: bool
     rollouts: Path
     """Directory that gets a shard a step."""
-
-
-def make_prompts(number: int, things: Sequence[str], rng: np.random.Generator) -> list[str]:
-    """Word problems with one operation each."""
-    prompts = []
-    for _ in range(number):
-        (one, other), thing = rng.choice(NAMES, 2, replace=False), rng.choice(things)
-        a, b, c = rng.integers([2, 2, 2], [61, 41, 10])
-        problems = [
-            f"{one} has {a} {thing} and buys {b} more. How many {thing} does {one} have?",
-            f"{one} has {a + b} {thing} and gives {b} to {other}. How many {thing} are left?",
-            f"There are {c} boxes with {b} {thing} each. How many {thing} in total?",
-            f"{one} and {other} share {c * b} {thing} among {c} friends. How many {thing} for each?",
-        ]
-        prompts.append(f"Question: {rng.choice(problems)}\nAnswer:")
-    return prompts
-
-
-def reward_of(completion: str) -> float:
-    """1 where the number after `####` is the last `= n` before it, else 0.
-
-    Example:
-        "3 * 5 = 15. #### 15" -> 1.0, "3 * 5 = 15. #### 35" -> 0.0
-    """
-    working, _, answer = completion.partition("####")
-    results = re.findall(r"= (-?\d+)", working)
-    return float(bool(results) and answer.strip() == results[-1])
 
 
 def group_advantages(rewards: Tensor) -> Tensor:
@@ -165,6 +131,7 @@ def sample_turns(
                 completion_token_ids=ids[:length].numpy().astype(np.int32),
                 inference_logprobs=logprobs[:length].numpy(),
                 finish_reason="stop" if len(stops) else "length",
+                stop_reason=int(ids[length - 1]) if len(stops) else None,
                 policy_versions=(VersionSpan(label=str(version), start=0, stop=length),),
                 provenance=provenance,
             )

@@ -15,6 +15,7 @@ from rlbatch.catalogue import finding
 from rlbatch.errors import Finding, RecordError, Where
 from rlbatch.prefix import Break, BreakKind, find_break, num_common
 from rlbatch.records import TOKEN_FIELDS, UNKNOWN_VERSION, Sample, Trajectory, Turn
+from rlbatch.records.structure import scalar, shown
 
 MAX_VERSION = 2**31 - 1
 """What `policy_version` holds. A larger decimal label, such as a time in ms, is a name like any other."""
@@ -66,8 +67,8 @@ def to_samples(trajectory: Trajectory, versions: Mapping[str, int] | None = None
 
     Args:
         trajectory: its turns in order.
-        versions: the engine's version labels to `policy_version`; decimal labels up to 2**31 - 1 convert
-            themselves. Without a mapping other labels are unknown (-1).
+        versions: every version label of the engine to its `policy_version`. Without a mapping decimal labels
+            up to 2**31 - 1 convert themselves, and others are unknown (-1).
 
     Returns:
         One sample, or several where the prefix broke.
@@ -80,7 +81,7 @@ def to_samples(trajectory: Trajectory, versions: Mapping[str, int] | None = None
         turn 0 [1, 5] -> [7, 2], turn 1 [1, 5, 7, 2, 9] -> [8]: one sample [1, 5, 7, 2, 9, 8],
         trained at 2:4 and 5:6
     """
-    branches, _ = _branches(trajectory)
+    branches = _branches(trajectory)
     return [
         _to_sample(trajectory, branch, sibling, len(branches), versions)
         for sibling, branch in enumerate(branches)
@@ -92,22 +93,23 @@ def prefix_findings(trajectory: Trajectory) -> tuple[Finding, ...]:
 
     `found` begins with the kind of break, one of `rlbatch.prefix.BreakKind`.
     """
-    return tuple(_branches(trajectory)[1])
-
-
-def _branches(trajectory: Trajectory) -> tuple[list[_Branch], list[Finding]]:
-    """The sequences of a trajectory, and a finding for each turn that had to start one."""
-    branches: list[_Branch] = []
     findings: list[Finding] = []
+    _branches(trajectory, findings)
+    return tuple(findings)
+
+
+def _branches(trajectory: Trajectory, findings: list[Finding] | None = None) -> list[_Branch]:
+    """The sequences of a trajectory; `findings`, where given, gets one for each turn that begins another."""
+    branches: list[_Branch] = []
     for index, turn in enumerate(trajectory.turns):
         branch = _longest_prefix(branches, turn)
         if branch is None:
-            if branches:
+            if branches and findings is not None:
                 findings += _broken(trajectory, index, branches)
             branch = _Branch()
             branches.append(branch)
         branch.append(index, turn)
-    return branches, findings
+    return branches
 
 
 def _longest_prefix(branches: Sequence[_Branch], turn: Turn) -> _Branch | None:
@@ -189,6 +191,7 @@ def _to_sample(
         routed_experts=_routed_experts(trajectory, branch),
         provenances=tuple(turn.provenance for turn in trajectory.turns),
         finish_reasons=tuple(turn.finish_reason for turn in trajectory.turns),
+        stop_reasons=tuple(turn.stop_reason for turn in trajectory.turns),
     )
 
 
@@ -233,11 +236,14 @@ def _routed_experts(trajectory: Trajectory, branch: _Branch) -> NDArray[np.integ
     """
     parts: list[NDArray[np.integer]] = []
     num_rows = 0
-    num_with = sum(trajectory.turns[index].routed_experts is not None for index in branch.turns)
-    if num_with not in (0, len(branch.turns)):
+    turns = [trajectory.turns[index] for index in branch.turns]
+    num_with = sum(turn.routed_experts is not None for turn in turns)
+    # A turn that was aborted before its first token has passed through nothing that could be asked for.
+    num_without = sum(turn.routed_experts is None and len(turn.completion_token_ids) > 0 for turn in turns)
+    if num_with and num_without:
         raise RecordError(
             f"Trajectory {trajectory.trajectory_id!r}: expected routed experts of every turn of a sample "
-            f"or of none, found them in {num_with} of {len(branch.turns)}"
+            f"or of none, found them in {num_with} of {num_with + num_without} that drew tokens"
         )
     for index in branch.turns:
         turn = trajectory.turns[index]
@@ -254,20 +260,23 @@ def _routed_experts(trajectory: Trajectory, branch: _Branch) -> NDArray[np.integ
             )
         parts.append(rows[num_rows - start :])
         num_rows = start + len(rows)
+    if parts and num_rows != len(branch.token_ids) - 1:
+        raise RecordError(
+            f"Trajectory {trajectory.trajectory_id!r}: expected routed experts of "
+            f"{len(branch.token_ids) - 1} tokens, found {num_rows}: the last turn drew nothing and has none; "
+            "leave it out"
+        )
     return np.concatenate(parts) if parts else None
 
 
 def _version(label: str, versions: Mapping[str, int] | None) -> int:
-    if versions is not None and label in versions:
-        return _checked(versions[label], label)
-    if label.isdecimal() and int(label) <= MAX_VERSION:
-        return int(label)
-    if versions is not None:
+    if versions is None:
+        # Of other digits or more of them it is a name.
+        is_number = label.isascii() and label.isdecimal() and len(label) <= len(str(MAX_VERSION))
+        return int(label) if is_number and int(label) <= MAX_VERSION else UNKNOWN_VERSION
+    if label not in versions:
         raise RecordError(f"versions: expected every label of the trajectory, found none for {label!r}")
-    return UNKNOWN_VERSION
-
-
-def _checked(version: object, label: str) -> int:
-    if isinstance(version, bool) or not isinstance(version, int) or not 0 <= version <= MAX_VERSION:
-        raise RecordError(f"versions[{label!r}]: expected an int from 0 to {MAX_VERSION}, found {version!r}")
+    version = scalar(f"versions[{label!r}]", versions[label], int)
+    if not 0 <= version <= MAX_VERSION:
+        raise RecordError(f"versions[{label!r}]: expected from 0 to {MAX_VERSION}, found {shown(version)}")
     return version

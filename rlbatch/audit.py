@@ -38,6 +38,9 @@ MAX_ROWS_A_SLICE = 1024
 TOLD_ELSEWHERE = ("incomparable", "nothing-trained")
 """Codes of `check_sound` that the judge tells of what it cannot explain, and this module of whole files."""
 
+STILL_COMPARED = ("finish-mismatch",)
+"""Codes of `check_sound` that leave the tokens that are there comparable: the trainer may name the cause."""
+
 REASONS = (*DOUBTS, "incomparable", "nothing-trained")
 """Codes that say themselves why a file is not judged."""
 
@@ -160,8 +163,13 @@ class _FileAudit:
         self._require_fit(samples, origins)
         vocab_size = self._scorer.identity.vocab_size
         found = check_sound(samples, purpose="audit", vocab_size=vocab_size, origins=origins)
-        self._findings += [each for each in found if each.code not in TOLD_ELSEWHERE]
-        faulty = {each.where.sample for each in found if each.severity == "error"}
+        told = {found for row in rows for found in row.findings}
+        self._findings += [each for each in found if each.code not in TOLD_ELSEWHERE and each not in told]
+        faulty = {
+            each.where.sample
+            for each in found
+            if each.severity == "error" and each.code not in STILL_COMPARED
+        }
         sound = [pair for pair in zip(samples, origins, strict=True) if pair[1].index not in faulty]
         sound.sort(key=lambda pair: len(pair[0]))
         self._score(sound)

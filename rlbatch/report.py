@@ -202,6 +202,7 @@ def _figures(num_samples: int, figures: Figures) -> dict[str, Any]:
 
 
 def _finding(found: Finding) -> dict[str, Any]:
+    """The keys of the schema: an audit has no ranks, and no requests by name."""
     where = found.where
     return {
         "code": found.code,

@@ -48,6 +48,7 @@ def varied_samples() -> list[Sample]:
         raw_inference_logprobs=np.array([np.nan, -1, np.nan, -2, -0.0], np.float32),
         provenances=(PROCESSED, RAW),
         finish_reasons=("tool_calls", None),
+        stop_reasons=("</s>", 2),
         sibling=1,
         num_siblings=2,
     )

@@ -31,6 +31,7 @@ def test_one_turn_becomes_one_sample_with_every_field_in_its_place():
     assert sample.raw_inference_logprobs is None
     assert (sample.trajectory_id, sample.group_id, sample.reward) == ("t0", "g", 1.0)
     assert (sample.sibling, sample.num_siblings, sample.finish_reasons) == (0, 1, ("stop",))
+    assert sample.stop_reasons == (None,)
 
 
 def test_turns_that_extend_one_another_join_and_tokens_between_are_context():
@@ -71,16 +72,48 @@ def test_a_later_turn_joins_the_longest_sequence_that_it_extends():
     np.testing.assert_array_equal(samples[0].turn, [-1, -1, 0, -1, 2])
 
 
+def routed(num_rows, first=0):
+    """[num_rows, 1, 1], each row its own number."""
+    return np.arange(first, first + num_rows, dtype=np.uint8).reshape(-1, 1, 1)
+
+
+def test_an_aborted_turn_without_tokens_needs_no_routed_experts():
+    aborted = turn([1], [], [], finish_reason="abort")
+    whole = turn([1], [4, 5], [-0.1, -0.2], routed_experts=routed(2))
+    (made,) = to_samples(trajectory(aborted, whole))
+    np.testing.assert_array_equal(made.routed_experts[:, 0, 0], [0, 1])
+    (same,) = to_samples(trajectory(whole, turn([1, 4, 5], [], [])))
+    np.testing.assert_array_equal(same.routed_experts[:, 0, 0], [0, 1])
+
+
+def test_routed_experts_that_lack_drawn_tokens_or_the_end_are_refused():
+    whole = turn([1], [4, 5], [-0.1, -0.2], routed_experts=routed(2))
+    with pytest.raises(RecordError, match="found them in 1 of 2 that drew tokens"):
+        to_samples(trajectory(whole, turn([1, 4, 5], [6], [-0.1])))
+    with pytest.raises(RecordError, match="of 3 tokens, found 2: the last turn drew nothing"):
+        to_samples(trajectory(whole, turn([1, 4, 5, 9], [], [])))
+
+
 def test_version_labels_become_integers_by_mapping_or_by_being_decimal():
     spans = (VersionSpan(label="default", start=0, stop=1), VersionSpan(label="12", start=1, stop=3))
     made = trajectory(turn([1], [7, 8, 9], [-1.0, -1.0, -1.0], policy_versions=spans))
     np.testing.assert_array_equal(to_samples(made)[0].policy_version, [-1, -1, 12, 12])
-    np.testing.assert_array_equal(to_samples(made, {"default": 3})[0].policy_version, [-1, 3, 12, 12])
-    with pytest.raises(RecordError, match="'default'"):
-        to_samples(made, {"step-2": 3})
+    mapped = to_samples(made, {"default": 3, "12": np.int64(4)})[0]
+    np.testing.assert_array_equal(mapped.policy_version, [-1, 3, 4, 4])
+    # A label that is left out is no number of the mapping's kind, though it may look like one.
+    for versions, lacking in (({"step-2": 3}, "default"), ({"default": 3}, "12")):
+        with pytest.raises(RecordError, match=f"every label of the trajectory, found none for '{lacking}'"):
+            to_samples(made, versions)
     for number in (2.0, "3", -7, 2**31, True):
-        with pytest.raises(RecordError, match="expected an int from 0"):
-            to_samples(made, {"default": number})
+        with pytest.raises(RecordError, match=r"versions\['default'\]: expected (int|from 0)"):
+            to_samples(made, {"default": number, "12": 12})
+
+
+@pytest.mark.parametrize("label", ["٣", "1" * 5000, "-1", "1.0", ""])
+def test_what_is_no_plain_number_is_a_name(label):
+    spans = (VersionSpan(label=label, start=0, stop=1),)
+    made = trajectory(turn([1], [7], [-1.0], policy_versions=spans))
+    np.testing.assert_array_equal(to_samples(made)[0].policy_version, [-1, -1])
 
 
 def test_a_decimal_label_too_large_for_a_version_is_a_name_like_any_other():

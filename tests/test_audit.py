@@ -536,3 +536,20 @@ def test_drift_within_the_limits_of_no_age_is_not_called_sound(
     ]
     report = one(stored(tmp_path, drifted), scorer, settings(trainer_version=1))
     assert report.verdict == "not-judged"
+
+
+def test_a_lost_stop_token_is_told_once_and_the_rest_of_the_row_is_compared(
+    data_dir: Path, scorer: Scorer, tmp_path: Path
+) -> None:
+    document = json.loads((data_dir / "rollouts" / "fp32_raw__t1.json").read_text())
+    at, row = next((at, row) for at, row in enumerate(document["rows"]) if row["stop_reason"] == 4)
+    whole = sum(len(each["ids"]) for each in document["rows"])
+    row["ids"].pop()
+    row["lp"].pop()
+    path = tmp_path / "lost.json"
+    path.write_text(json.dumps(document))
+    report = one(path, scorer, settings(statement=mode("raw")))
+    (found,) = report.findings
+    assert (found.code, found.severity, found.where.sample) == ("finish-mismatch", "error", at)
+    assert found.expected == "a turn that ended with `stop` to end with stop token 4"
+    assert report.figures.num_tokens == whole - 1

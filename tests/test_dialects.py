@@ -195,7 +195,7 @@ def test_trl_divides_by_the_tokens_of_the_whole_step():
 def test_what_comes_back_is_in_its_step_with_its_padding(dialect):
     padding = Padding(side="left", token_id=77, row_multiple=8)
     like = in_a_step(collate([two_turns(), sample([1], [8], [-1.5])], layout="padded", padding=padding), 11)
-    back = from_dict(as_dict(like, dialect), dialect, like=like, padding=padding)
+    back = from_dict(as_dict(like, dialect), dialect, like=like)
     assert back.step == like.step
     assert back.input_ids.tolist() == [[77, 77, 1, 5, 7, 2, 9, 4], [77] * 6 + [1, 8]]
 
@@ -309,6 +309,203 @@ def test_what_the_trainer_added_comes_back():
     back = from_dict(form, "verl", like=small("packed"))
     expected = [[NAN, -0.5, -0.25, NAN, -0.125, NAN, -2.0, NAN]]
     torch.testing.assert_close(back.proximal_logprobs, torch.tensor(expected), equal_nan=True)
+
+
+def filtered(dialect: str, layout: str) -> tuple[Batch, dict]:
+    """Token 3, the 2 of the first turn at -0.5, taken out of training, as the trainer sees it."""
+    made = two_turns()
+    mask = made.loss_mask.copy()
+    mask[3] = False
+    batch = collate([replace(made, loss_mask=mask)], layout=layout)
+    return batch, as_dict(batch, dialect)
+
+
+def train_token_3(form, dialect: str, value: float | None = None):
+    """Mask it in again, and give it a logprob."""
+    if dialect == "prime_rl":
+        form["loss_mask"][3] = True
+        values = form["inference_logprobs"]
+        at = 3
+    elif dialect == "tinker":
+        inputs = form["data"][0]["loss_fn_inputs"]
+        inputs["mask"][2] = 1
+        values, at = inputs["logprobs"], 2
+    else:
+        form["response_mask" if dialect == "verl" else "tool_mask"][0, 1] = 1
+        values = form["rollout_log_probs" if dialect == "verl" else "sampling_per_token_logps"][0]
+        at = 1
+    if dialect == "trl":
+        form["num_items_in_batch"] += 1
+    if value is not None:
+        values[at] = value
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+@pytest.mark.parametrize("dialect", NAMES)
+def test_a_token_trained_again_keeps_its_own_values_and_gets_no_filler(dialect, layout):
+    batch, form = filtered(dialect, layout)
+    train_token_3(form, dialect)
+    (back,) = unpack(from_dict(form, dialect, like=batch))
+    assert back.loss_mask.tolist() == [False, False, True, True, False, True]
+    assert (back.inference_logprobs[3], back.advantages[3]) == (-0.5, 2.0)
+    train_token_3(form, dialect, value=-4.0)
+    if dialect == "trl":
+        form["num_items_in_batch"] -= 1
+    (told,) = unpack(from_dict(form, dialect, like=batch))
+    assert told.inference_logprobs[3] == -4.0
+
+
+@pytest.mark.parametrize("dialect", NAMES)
+def test_a_token_trained_anew_for_which_nobody_has_a_logprob_is_refused(dialect):
+    made = two_turns()
+    batch = collate([made], layout="packed")
+    form = as_dict(batch, dialect)
+    # Token 4 is the tool's.
+    if dialect == "prime_rl":
+        form["loss_mask"][4] = True
+    elif dialect == "tinker":
+        form["data"][0]["loss_fn_inputs"]["mask"][3] = 1
+    else:
+        form["response_mask" if dialect == "verl" else "tool_mask"][0, 2] = 1
+    message = (
+        "expected inference_logprobs of every token that is trained from now on.* token 4 of sample 'a:0'"
+    )
+    with pytest.raises(RecordError, match=message):
+        from_dict(form, dialect, like=batch)
+
+
+@pytest.mark.parametrize("dialect", ["trl", "verl"])
+def test_a_trained_token_before_the_first_sampled_one_is_not_cut_off(dialect):
+    made = two_turns()
+    mask, values = made.loss_mask.copy(), made.inference_logprobs.copy()
+    mask[1], values[1] = True, -1
+    advantages = np.where(mask, np.float32(2), np.float32(0))
+    batch = collate(
+        [replace(made, loss_mask=mask, inference_logprobs=values, advantages=advantages)], layout="padded"
+    )
+    form = as_dict(batch, dialect)
+    key = "tool_mask" if dialect == "trl" else "response_mask"
+    assert form[key].tolist() == [[1, 1, 1, 0, 1]]
+    (back,) = unpack(from_dict(form, dialect, like=batch))
+    assert back.loss_mask.tolist() == mask.tolist()
+
+
+def changed(dialect: str, key: str, change):
+    """The form of `small` with one of its parts changed: `change` takes it and gives another."""
+    form = as_dict(small(), dialect)
+    part = form["data"][0] if dialect == "tinker" else form
+    if key in part.get("loss_fn_inputs", ()):
+        part = part["loss_fn_inputs"]
+    part[key] = change(part[key])
+    return form
+
+
+def at(place, value):
+    def change(values):
+        values = values.clone() if isinstance(values, torch.Tensor) else list(values)
+        values[place] = value
+        return values
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("dialect", "key", "change", "message"),
+    [
+        ("prime_rl", "input_ids", at(1, 5.7), "input_ids of integers, found float64"),
+        ("prime_rl", "input_ids", at(1, 2**32 + 5), "token ids from 0 to 2.*31 - 1, found 4294967301"),
+        ("prime_rl", "input_ids", at(1, -1), "token ids from 0 to 2.*31 - 1, found -1"),
+        ("verl", "prompts", at((0, 1), 2**32 + 5), "expected input_ids as prompts and responses has it"),
+        ("trl", "completion_ids", at((0, 1), 2**32 + 5), "token ids from 0 to .*, found 4294967301"),
+        ("trl", "prompt_ids", lambda values: values.float(), "prompt_ids of integers, found float32"),
+        ("tinker", "model_input", at(0, 2**40), "token ids from 0 to .*, found 1099511627776"),
+        ("verl", "response_mask", lambda mask: mask * 0.5, "response_mask of bool or 0 and 1, found 0.5"),
+        (
+            "prime_rl",
+            "loss_mask",
+            lambda mask: ["False"] * len(mask),
+            "loss_mask of bool or 0 and 1, found <U5",
+        ),
+        ("tinker", "mask", lambda mask: mask * 2, "mask of bool or 0 and 1, found 2.0"),
+        (
+            "verl",
+            "rollout_log_probs",
+            lambda values: values.double() * 1e300,
+            r"inference_logprobs that float32 holds, found -2.5e\+299",
+        ),
+        (
+            "verl",
+            "input_ids",
+            torch.zeros_like,
+            "input_ids as prompts and responses has it, 1 at place 0, found 0",
+        ),
+        (
+            "verl",
+            "position_ids",
+            torch.zeros_like,
+            "position_ids as attention_mask has it, 1 at place 1, found 0",
+        ),
+        ("tinker", "model_input", at(2, 99), "model_input as target_tokens has it, 7 at place 1, found 99"),
+        ("prime_rl", "position_ids", at(3, 0), "position_ids as seq_lens has it, 3 at place 3, found 0"),
+        ("prime_rl", "sequence_lengths", at(0, 5), r"sequence_lengths of \[6, 2\], found \[5, 2\]"),
+        ("trl", "num_items_in_batch", lambda _: torch.tensor(99), "num_items_in_batch of 4, as the mask"),
+        ("tinker", "model_input", lambda _: None, r"model_input of 5 numbers, found shape \[\]"),
+        ("prime_rl", "seq_lens", lambda _: None, "seq_lens as a list, found NoneType"),
+        ("prime_rl", "advantages", lambda _: None, "advantages of 8 numbers, found shape"),
+    ],
+)
+def test_nothing_is_cast_and_what_is_said_twice_agrees(dialect, key, change, message):
+    with pytest.raises(RecordError, match=message):
+        from_dict(changed(dialect, key, change), dialect, like=small())
+
+
+def test_what_has_no_keys_is_refused():
+    with pytest.raises(RecordError, match="expected the form of trl as a dict, found NoneType"):
+        from_dict(None, "trl", like=small())
+    for data, message in ((None, "data as a list, found NoneType"), ([None, None], r"data\[0\] as a dict")):
+        with pytest.raises(RecordError, match=message):
+            from_dict({"data": data}, "tinker", like=small())
+
+
+def test_of_a_step_a_count_covers_other_batches_too():
+    like = in_a_step(small(), 11)
+    form = as_dict(like, "trl")
+    assert from_dict(form, "trl", like=like).step == like.step
+    with pytest.raises(RecordError, match="num_items_in_batch of at least 4, as the mask has it, found 3"):
+        from_dict(form | {"num_items_in_batch": torch.tensor(3)}, "trl", like=like)
+
+
+def test_tensors_as_trainers_have_them_are_read():
+    like = small()
+    form = as_dict(like, "verl")
+    form["rollout_log_probs"] = form["rollout_log_probs"].bfloat16().requires_grad_()
+    form["response_mask"] = form["response_mask"].float()
+    back = from_dict(form, "verl", like=like)
+    # These logprobs are numbers that bfloat16 holds.
+    torch.testing.assert_close(
+        back.inference_logprobs, like.inference_logprobs, equal_nan=True, rtol=0, atol=0
+    )
+
+
+@pytest.mark.parametrize("dialect", NAMES)
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+@pytest.mark.parametrize(
+    "padding",
+    [
+        Padding(row_multiple=64),
+        Padding(side="left", token_id=3),
+        Padding(sequence_multiple=4),
+        Padding(sequence_multiple=4, row_multiple=6, token_id=5),
+    ],
+)
+def test_what_comes_back_lies_where_it_lay(dialect, layout, padding):
+    parts = [two_turns(), sample([1], [8], [-1.5]), sample([1, 3], [8, 4], [-1.5, -1.0], trajectory_id="c")]
+    like = collate(parts, layout=layout, padding=padding)
+    back = from_dict(as_dict(like, dialect), dialect, like=like)
+    for name in ("input_ids", "position_ids", "attention_mask", "cu_seqlens"):
+        mine, theirs = getattr(like, name), getattr(back, name)
+        assert (mine is None and theirs is None) or torch.equal(mine, theirs), name
+    assert [ref.token_offset for ref in back.refs] == [ref.token_offset for ref in like.refs]
 
 
 OPTIONAL = {"verl": ("ref_logprobs", "proximal_logprobs"), "trl": ("ref_logprobs", "proximal_logprobs")}

@@ -53,8 +53,11 @@ def module() -> Iterator[ModuleType]:
     assert spec.loader is not None
     example = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = example
+    # As where the program is run: what lies beside it can be imported.
+    sys.path.insert(0, str(ROOT / "examples"))
     spec.loader.exec_module(example)
     yield example
+    sys.path.remove(str(ROOT / "examples"))
     del sys.modules[spec.name]
 
 

@@ -180,6 +180,60 @@ def test_a_plan_of_what_says_two_things_is_refused(change, message):
             )
 
 
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [
+        (5, "lengths: expected a sequence, found int"),
+        (None, "lengths: expected a sequence, found NoneType"),
+        ((length for length in [3, 4]), "lengths: expected a sequence, found generator"),
+        ("34", "lengths: expected a sequence, found str"),
+        ([[3], [4, 5]], "lengths: expected integers, found what is none"),
+        ([True, False], "lengths: expected integers, found bool"),
+    ],
+)
+def test_lengths_that_are_no_sequence_of_integers_are_refused(lengths, message):
+    with pytest.raises(RecordError, match=message):
+        plan_batches(lengths, PACKED_8)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"kinds": [[1], [2]]}, "kinds: expected what has a hash"),
+        ({"kinds": 3}, "kinds: expected a sequence, found int"),
+        ({"units": [0, 1]}, "units: expected sequences of indices"),
+        ({"units": 3}, "units: expected a sequence, found int"),
+    ],
+)
+def test_kinds_and_units_of_another_sort_are_refused(given, message):
+    with pytest.raises(RecordError, match=message):
+        plan_batches([3, 4], PACKED_8, **given)
+
+
+@pytest.mark.parametrize(
+    ("costs", "message"),
+    [
+        ([1, float("nan"), 3], "costs: expected finite numbers >= 0, found nan for item 1"),
+        ([1, 2, float("inf")], "costs: expected finite numbers >= 0, found inf for item 2"),
+        ([-1, 2], "costs: expected finite numbers >= 0, found -1.0 for item 0"),
+        (["a"], "costs: expected numbers, found <U1"),
+        (None, "costs: expected a sequence, found NoneType"),
+    ],
+)
+def test_costs_are_finite_numbers_from_zero_on(costs, message):
+    with pytest.raises(RecordError, match=message):
+        balance(costs, 2)
+    with pytest.raises(RecordError, match=message):
+        imbalance(costs, [[0]])
+
+
+def test_shares_are_of_a_whole_number_of_ranks():
+    with pytest.raises(RecordError, match=r"num_ranks: expected int, found 2\.5"):
+        balance([1, 2], 2.5)
+    with pytest.raises(RecordError, match="shares: expected at least one, found none"):
+        imbalance([], [])
+
+
 @pytest.mark.parametrize("bad", [24.5, True, "24"])
 def test_a_bound_that_is_no_integer_is_refused(bad):
     for name in ("max_tokens", "sequence_multiple", "row_multiple"):

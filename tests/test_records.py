@@ -4,6 +4,7 @@ from dataclasses import FrozenInstanceError, fields, replace
 
 import numpy as np
 import pytest
+import torch
 from builders import NEUTRAL, provenance, sample, turn
 
 from rlbatch.errors import RecordError
@@ -15,6 +16,7 @@ from rlbatch.records import (
     Segment,
     Trajectory,
     Turn,
+    Usage,
     VersionSpan,
     identical,
     sampled_segments,
@@ -50,8 +52,9 @@ def test_the_one_list_of_fields_is_the_sample():
         ("sample_id", 7, "sample_id: expected text"),
         ("trajectory_id", None, "trajectory_id: expected text"),
         ("group_id", b"g", "group_id: expected text or None"),
-        ("reward", "1", "reward: expected a number"),
+        ("reward", "1", "reward: expected float"),
         ("finish_reasons", (3,), "finish_reasons: expected one of"),
+        ("stop_reasons", (2.0,), "stop_reasons: expected a token id, a stop string or None, found float"),
         ("provenances", ("vllm",), "expected Provenance, found str"),
     ],
 )
@@ -98,6 +101,11 @@ def test_arrays_of_a_record_cannot_be_written():
         ({"completion_token_ids": np.array([7, -1], np.int32)}, "found -1 at token 1"),
         ({"finish_reason": "eos"}, "stop, length, abort, tool_calls"),
         ({"provenance": None}, "expected Provenance"),
+        ({"usage": None}, "usage: expected Usage, found NoneType"),
+        ({"policy_versions": [("a", 0, 2)]}, "policy_versions: expected VersionSpan, found tuple"),
+        ({"policy_versions": 3}, "policy_versions: expected a sequence, found int"),
+        ({"stop_reason": 2.0}, "stop_reason: expected a token id, a stop string or None, found float"),
+        ({"routed_experts_start": 0.5}, "routed_experts_start: expected int"),
         ({"policy_versions": (VersionSpan(label="1", start=0, stop=3),)}, "within 2 tokens"),
         (
             {
@@ -115,6 +123,49 @@ def test_a_turn_whose_structure_cannot_be_right_is_refused(changes, says):
         replace(turn([1], [7, 2], [-0.1, -0.2]), **changes)
 
 
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"label": 5}, "label: expected text, found int"),
+        ({"stop": 1.5}, "stop: expected int, found 1.5"),
+        ({"start": True}, "start: expected int, found True"),
+    ],
+)
+def test_a_span_of_versions_is_a_label_and_two_integers(changes, says):
+    with pytest.raises(RecordError, match=says):
+        VersionSpan(**{"label": "a", "start": 0, "stop": 2} | changes)
+
+
+def test_counts_of_an_engine_are_integers():
+    with pytest.raises(RecordError, match=r"Usage\.num_completion_tokens: expected int, found 2\.5"):
+        Usage(num_completion_tokens=2.5)
+
+
+def test_a_turn_keeps_its_spans_as_they_were():
+    spans = [VersionSpan(label="a", start=0, stop=2)]
+    made = turn([1], [7, 2], [-0.1, -0.2], policy_versions=spans)
+    spans.append(VersionSpan(label="b", start=0, stop=2))
+    assert made.policy_versions == (VersionSpan(label="a", start=0, stop=2),)
+
+
+def test_what_others_may_write_under_a_read_only_array_is_copied():
+    ids = torch.tensor([7, 2], dtype=torch.int32)
+    view = ids.numpy()
+    view.flags.writeable = False
+    memory = bytearray(np.int32([7, 2]).tobytes())
+    buffer = np.frombuffer(memoryview(memory).toreadonly(), np.int32)
+    for given, write in ((view, lambda: ids.fill_(55)), (buffer, lambda: memory.__setitem__(0, 55))):
+        made = replace(turn([1], [7, 2], [-0.1, -0.2]), completion_token_ids=given)
+        write()
+        assert made.completion_token_ids.tolist() == [7, 2]
+
+
+def test_what_nobody_can_write_is_not_copied():
+    ids = np.frombuffer(np.int32([7, 2]).tobytes(), np.int32)
+    made = replace(turn([1], [7, 2], [-0.1, -0.2]), completion_token_ids=ids)
+    assert np.shares_memory(made.completion_token_ids, ids)
+
+
 def test_a_turn_of_no_tokens_is_legal():
     assert len(turn([1], [], []).completion_token_ids) == 0
 
@@ -122,7 +173,7 @@ def test_a_turn_of_no_tokens_is_legal():
 @pytest.mark.parametrize("value", [1, np.float64(1), np.float32(1), 1.0])
 def test_a_reward_is_kept_as_a_float_whatever_number_it_was(value):
     assert identical(replace(sample([1], [2], [-1.0]), reward=value).reward, 1.0)
-    with pytest.raises(RecordError, match="expected a number, found True"):
+    with pytest.raises(RecordError, match="expected float, found True"):
         replace(sample([1], [2], [-1.0]), reward=True)
 
 
@@ -133,6 +184,37 @@ def test_a_trajectory_needs_turns_and_a_name():
         Trajectory(trajectory_id="", turns=(turn([1], [2], [-1.0]),))
     with pytest.raises(RecordError, match="expected Turn, found int"):
         Trajectory(trajectory_id="a", turns=(3,))
+    for turns in (turn([1], [2], [-1.0]), None):
+        with pytest.raises(RecordError, match="turns: expected a sequence, found"):
+            Trajectory(trajectory_id="a", turns=turns)
+
+
+def test_a_trajectory_has_no_more_turns_than_a_sample_counts():
+    one = turn([1], [2], [-1.0])
+    assert len(Trajectory(trajectory_id="a", turns=[one] * 2**15).turns) == 2**15
+    with pytest.raises(RecordError, match="at least one turn and at most 32768, found 32769"):
+        Trajectory(trajectory_id="a", turns=[one] * (2**15 + 1))
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"advantage": None}, "advantage: expected float, found None"),
+        ({"advantage": 1e40}, "advantage: expected a number that float32 holds"),
+        ({"reward": 10**400}, "reward: expected a number that a float holds"),
+        ({"group_id": 3}, "group_id: expected text or None"),
+    ],
+)
+def test_the_numbers_of_a_trajectory_are_numbers(changes, says):
+    with pytest.raises(RecordError, match=says):
+        Trajectory(**{"trajectory_id": "a", "turns": (turn([1], [2], [-1.0]),)} | changes)
+
+
+def test_scalars_of_numpy_are_kept_as_those_of_python():
+    drawn = SamplingParams(temperature=np.float32(0.5), top_k=np.int64(5), bad_words=np.bool_(True))
+    assert identical(drawn, SamplingParams(temperature=0.5, top_k=5, bad_words=True))
+    how = provenance(vocab_size=np.int64(9), eos_token_ids=np.int32([2, 4]), bos_token_id=np.int32(1))
+    assert identical(how, provenance(vocab_size=9, eos_token_ids=(2, 4), bos_token_id=1))
 
 
 @pytest.mark.parametrize(
@@ -142,6 +224,7 @@ def test_a_trajectory_needs_turns_and_a_name():
         ({"temperature": float("nan")}, "temperature"),
         ({"temperature": "1"}, "temperature: expected float"),
         ({"temperature": True}, "temperature: expected float"),
+        ({"temperature": 10**400}, "temperature: expected a number that a float holds"),
         ({"temperature": 1.0, "top_k": -1}, "0 is off"),
         ({"temperature": 1.0, "top_p": 0.0}, "top_p"),
         ({"temperature": 1.0, "top_k": 2.5}, "top_k: expected int"),
@@ -162,6 +245,27 @@ def test_numbers_are_kept_as_floats_so_that_equal_parameters_are_identical():
     assert identical(SamplingParams(temperature=1, top_p=1), SamplingParams(temperature=1.0, top_p=1.0))
 
 
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("the patient John Doe", "found a text of 20 characters"),
+        (["the patient"], "found list"),
+        ("eos", "found 'eos'"),
+    ],
+)
+def test_errors_hold_no_text(given, says):
+    with pytest.raises(RecordError, match=says) as caught:
+        turn([1], [7], [-0.1], finish_reason=given)
+    assert "patient" not in str(caught.value)
+
+
+def test_a_number_of_thousands_of_digits_is_named_and_not_written():
+    with pytest.raises(RecordError, match="reward: expected a number that a float holds"):
+        replace(sample([1], [2], [-1.0]), reward=10**5000)
+    with pytest.raises(RecordError, match="logit_bias: expected bool, found int"):
+        SamplingParams(temperature=1.0, logit_bias=10**5000)
+
+
 def test_temperature_has_no_default():
     with pytest.raises(TypeError):
         SamplingParams()
@@ -173,7 +277,12 @@ def test_temperature_has_no_default():
         ({"logprobs_mode": "logits"}, "processed, raw, unknown"),
         ({"sampling": {"temperature": 1}}, "expected SamplingParams"),
         ({"engine": ""}, "engine: expected text"),
-        ({"vocab_size": np.int64(128)}, "vocab_size: expected int"),
+        ({"vocab_size": np.float32(128)}, "vocab_size: expected int"),
+        ({"eos_token_ids": 2}, "eos_token_ids: expected a sequence, found int"),
+        ({"eos_token_ids": "27"}, "eos_token_ids: expected a sequence, found str"),
+        ({"eos_token_ids": (2.9,)}, "eos_token_ids: expected int, found 2.9"),
+        ({"eos_token_ids": (True,)}, "eos_token_ids: expected int, found True"),
+        ({"bos_token_id": "1"}, "bos_token_id: expected int"),
         # Two surrogates that JSON would give back as one character.
         ({"model": "\ud83d\ude42"}, "UTF-8"),
         ({"vocab_size": 0}, "vocab_size"),
@@ -259,6 +368,22 @@ def test_identical_takes_nan_for_equal_and_sees_every_difference():
     assert identical(replace(a, reward=float("nan")), replace(a, reward=float("nan")))
     assert not identical(a, turn([1], [2], [-1.0]))
     assert SamplingParams(temperature=1.0) == NEUTRAL
+
+
+def test_lists_and_mappings_of_records_compare_too():
+    a = sample([1, 5], [7, 2], [-0.1, -0.2])
+    assert identical([a], [replace(a)])
+    assert not identical([a], [replace(a, reward=1.0)])
+    assert not identical([a], [a, a])
+    assert identical({"x": np.float32([1, np.nan])}, {"x": np.float32([1, np.nan])})
+    assert not identical({"x": np.float32([1])}, {"x": np.float32([2])})
+    assert not identical({"x": 1}, {"y": 1})
+    assert identical("ab", "ab")
+
+
+def test_what_does_not_compare_by_bits_is_refused():
+    with pytest.raises(RecordError, match="expected records, arrays and plain values, found Tensor"):
+        identical(torch.ones(2), torch.ones(2))
 
 
 def test_records_of_turns_compare_too():

@@ -33,6 +33,7 @@ SOUND_CODES = [
     "bos-missing",
     "mask-drops-eos",
     "stop-overrun",
+    "finish-mismatch",
     "low-precision-logprobs",
 ]
 TOLD_ALREADY = {"sign-flipped": {"sign-flipped"}, "prefix-differs": {"bos-missing"}}

@@ -4,8 +4,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from builders import provenance, sample
+from builders import provenance, sample, trajectory
+from builders import turn as built_turn
 
+from rlbatch.assemble import to_samples
 from rlbatch.soundness import check_sound
 
 HOW = provenance(bos_token_id=1, eos_token_ids=(2, 4))
@@ -16,8 +18,13 @@ def told(*samples, **changes):
     return [(each.code, each.where.sample, each.where.start, each.where.stop) for each in found]
 
 
-def made(prompt, ids, name="t0", finish="stop", how=HOW):
-    return sample(prompt, ids, [-0.3] * len(ids), provenance=how, finish_reason=finish, trajectory_id=name)
+def made(prompt, ids, name="t0", finish="stop", how=HOW, stop=None):
+    said = {"finish_reason": finish, "stop_reason": stop, "trajectory_id": name}
+    return sample(prompt, ids, [-0.3] * len(ids), provenance=how, **said)
+
+
+def turn(prompt, ids, how):
+    return built_turn(prompt, ids, [-0.3] * len(ids), provenance=how, finish_reason="stop")
 
 
 def test_bos_once_is_sound():
@@ -58,7 +65,7 @@ def test_a_turn_or_a_tail_that_is_left_untrained_on_purpose_is_sound():
     others = made([1, 5], [9, 2], "other")
     assert told(untrained(made([1, 5], [7, 8, 2]), 2, 3, 4), others) == []
     assert told(untrained(made([1, 5], [7, 8, 2]), 3, 4), others) == []
-    assert told(untrained(made([1, 5], [7, 8, 9]), 4), others) == []
+    assert told(untrained(made([1, 5], [7, 8, 9], finish="length"), 4), others) == []
 
 
 def test_tokens_after_a_stop_token():
@@ -67,7 +74,7 @@ def test_tokens_after_a_stop_token():
 
 
 def test_where_the_last_is_no_stop_token_a_stop_string_may_have_ended_the_turn():
-    (found,) = check_sound([made([1, 5], [7, 2, 8, 9])], purpose="train")
+    (found,) = check_sound([made([1, 5], [7, 2, 8, 9], stop="x")], purpose="train")
     assert (found.code, found.severity, found.where.start) == ("stop-overrun", "warning", 4)
 
 
@@ -79,10 +86,58 @@ def test_tokens_after_a_stop_token_that_did_not_end_the_turn_are_ignore_eos():
 def test_stop_ids_are_those_of_the_turns_own_provenance():
     other = replace(HOW, eos_token_ids=(9,))
     assert told(made([1, 5], [7, 9, 8, 2], "a"), made([1, 5], [7, 2, 8, 9], "b", how=other)) == []
+    assert told(made([1, 5], [7, 2], "a"), made([1, 5], [7, 2], "b", how=other)) == [
+        ("finish-mismatch", 1, 3, 4)
+    ]
     assert told(made([1, 5], [7, 2, 8, 2], "a"), made([1, 5], [7, 9, 8, 9], "b", how=other)) == [
         ("stop-overrun", 0, 4, 6),
         ("stop-overrun", 1, 4, 6),
     ]
+
+
+@pytest.mark.parametrize(
+    ("ids", "finish", "stop", "expected"),
+    [
+        ([7, 2], "stop", None, []),
+        ([7, 4], "stop", 4, []),
+        ([7, 8], "stop", None, ["error"]),
+        ([7, 2], "stop", 4, ["error"]),
+        ([7, 9], "stop", 9, []),
+        ([7, 8], "stop", "x", []),
+        ([7, 8], "length", None, []),
+        ([7, 8], "abort", None, []),
+        ([7, 8], None, None, []),
+    ],
+)
+def test_a_turn_that_stopped_ends_with_what_stopped_it(ids, finish, stop, expected):
+    found = check_sound([made([1, 5], ids, finish=finish, stop=stop)], purpose="train")
+    assert [(each.code, each.severity) for each in found] == [("finish-mismatch", each) for each in expected]
+    assert all((each.where.turn, each.where.start, each.where.stop) == (0, 3, 4) for each in found)
+
+
+def test_the_end_of_an_earlier_turn_is_looked_at_too():
+    first, second = turn([1, 5], [7, 8], HOW), turn([1, 5, 7, 8, 2, 6], [9, 2], HOW)
+    # The template put the stop token in that the engine's list has lost.
+    (both,) = to_samples(trajectory(first, second))
+    assert told(both) == [("finish-mismatch", 0, 3, 4)]
+    assert told(untrained(both, 2, 3)) == []
+
+
+def test_a_turn_with_a_hole_ends_with_its_last_run():
+    whole = made([1, 5], [7, 8, 9, 2])
+    turns = whole.turn.copy()
+    turns[3] = -1
+    assert told(replace(untrained(whole, 3), turn=turns)) == []
+
+
+def test_without_what_stopped_a_turn_or_which_ids_do_nothing_is_said_of_its_end():
+    lost = made([1, 5], [7, 8])
+    assert told(replace(lost, stop_reasons=())) == []
+    assert told(replace(lost, finish_reasons=())) == []
+    assert told(made([1, 5], [7, 8], how=provenance())) == []
+    other = made([1, 5], [7, 8], how=replace(HOW, engine="other"))
+    (found,) = check_sound([other], purpose="train")
+    assert (found.code, found.severity) == ("finish-mismatch", "warning")
 
 
 def as_bf16(values):

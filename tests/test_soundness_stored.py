@@ -78,7 +78,9 @@ def test_clean_samples_of_a_shard_are_sound(tmp_path):
 @pytest.mark.parametrize("order", [[5, 6, 7, 0, 1], [3], [11, 2, 3, 9], [0, 2, 4, 6]])
 def test_places_are_right_whatever_was_read(order, tmp_path):
     samples = clean()
-    samples[3] = replace(samples[3], token_ids=np.where(samples[3].turn < 0, samples[3].token_ids, 5000))
+    ids = samples[3].token_ids.copy()
+    ids[2:41] = 5000
+    samples[3] = replace(samples[3], token_ids=ids)
     samples[6] = replace(samples[6], loss_mask=np.ones(42, bool))
     stored(samples, tmp_path / "a.safetensors")
     read = open_reader(tmp_path / "a.safetensors").read(order)

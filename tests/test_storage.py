@@ -81,6 +81,7 @@ def samples(draw: st.DrawFn, known: list[Provenance]) -> Sample:
         num_siblings=num_siblings,
         provenances=tuple(provenances),
         finish_reasons=tuple(draw(st.lists(st.none() | st.sampled_from(FINISH_REASONS), max_size=3))),
+        stop_reasons=tuple(draw(st.lists(st.none() | st.integers() | st.text(), max_size=3))),
     )
 
 
@@ -122,12 +123,16 @@ def test_values_that_are_absent_come_back_as_none_beside_samples_that_have_them(
     assert (foreign.group_id, foreign.reward, foreign.sample_id) == ("", -math.inf, "задача/四#🙂")
     assert (plain.teacher_logprobs, foreign.teacher_logprobs is None) == (None, False)
     assert two_turns.provenances == (PROCESSED, RAW)
+    assert (plain.stop_reasons, two_turns.stop_reasons) == ((), ("</s>", 2))
 
 
 def test_optional_field_that_no_sample_has_is_not_stored(tmp_path: Path) -> None:
     write_shard(tmp_path / "a.safetensors", [plain_sample(1), plain_sample(2)])
     names = safetensors.numpy.load_file(tmp_path / "a.safetensors").keys()
     assert not [spec.name for spec in TOKEN_FIELDS if spec.optional and spec.name in names]
+    # Nor are stop reasons: the shard is one of an earlier release, and is read as one.
+    assert not [name for name in names if name.startswith("stop_reasons")]
+    assert [sample.stop_reasons for sample in open_reader(tmp_path / "a.safetensors").samples()] == [(), ()]
 
 
 def test_provenances_that_are_equal_but_not_identical_stay_apart(tmp_path: Path) -> None:
@@ -181,6 +186,9 @@ def test_safetensors_library_reads_the_same_arrays(tmp_path: Path) -> None:
         metadata = file.metadata()
     assert (metadata["schema"], metadata["version"]) == ("rlbatch.samples", "1")
     assert json.loads(metadata["finish_reasons"]) == ["stop", "tool_calls", None]
+    assert json.loads(metadata["stop_reasons"]) == ["</s>", 2]
+    assert arrays["stop_reasons.offsets"].tolist() == [0, 0, 2, 2, 2]
+    assert arrays["stop_reasons"].tolist() == [0, 1]
 
 
 def test_every_array_is_aligned_to_its_itemsize(tmp_path: Path) -> None:

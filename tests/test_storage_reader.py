@@ -417,6 +417,10 @@ def test_rewriting_without_a_change_is_harmless(shard: Path) -> None:
         (document("provenances", NEWER_PROVENANCE), "schema-unknown"),
         (document("finish_reasons", '["stop", 3]'), "schema-unknown"),
         (document("finish_reasons", '"stop"'), "schema-unknown"),
+        (document("stop_reasons", "[true]"), "schema-unknown"),
+        (document("stop_reasons", None), "shard-altered"),
+        (set_array("stop_reasons", 0, 99), "shard-altered"),
+        (drop("stop_reasons.offsets"), "shard-altered"),
     ],
 )
 def test_shard_that_was_written_wrong_is_refused(change: Change, code: str, shard: Path) -> None:

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from rlbatch.batch.buffer import Slot, slot_in
 from rlbatch.packing import StepInfo
-from rlbatch.records import FinishReason, Provenance, Purpose, Segment
+from rlbatch.records import FinishReason, Provenance, Purpose, Segment, StopReason
 
 Layout: TypeAlias = Literal["padded", "packed"]
 
@@ -122,6 +122,8 @@ class Batch:
     """[S] of each sequence's turns, those without a segment too."""
     sequence_finish_reasons: tuple[tuple[FinishReason | None, ...], ...]
     """[S] of each sequence's turns; empty where nobody said."""
+    sequence_stop_reasons: tuple[tuple[StopReason | None, ...], ...]
+    """[S] of each sequence's turns; empty where nobody kept them."""
     num_loss_tokens: int
     """Trained tokens. A step's normaliser is the sum over its micro-batches and ranks."""
     num_trajectories: int

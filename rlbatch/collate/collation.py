@@ -87,6 +87,7 @@ def collate(
         sequence_rewards=tuple([sample.reward for sample in samples]),
         sequence_provenances=tuple([sample.provenances for sample in samples]),
         sequence_finish_reasons=tuple([sample.finish_reasons for sample in samples]),
+        sequence_stop_reasons=tuple([sample.stop_reasons for sample in samples]),
         num_loss_tokens=sum(num_loss_tokens),
         num_trajectories=sum(sample.sibling == 0 for sample in samples),
         step=step,

@@ -99,6 +99,7 @@ def _sample(batch: Batch, sequence: int, turns: NDArray[np.int16]) -> Sample:
         num_siblings=batch.sequence_num_siblings[sequence],
         provenances=batch.sequence_provenances[sequence],
         finish_reasons=batch.sequence_finish_reasons[sequence],
+        stop_reasons=batch.sequence_stop_reasons[sequence],
     )
 
 

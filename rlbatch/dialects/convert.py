@@ -4,11 +4,13 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
 from rlbatch.batch import Batch
-from rlbatch.collate import DEFAULT_PADDING, Padding, collate, unpack
+from rlbatch.collate import Padding, collate, unpack
+from rlbatch.dialects import reading
 from rlbatch.dialects.dialect import Dialect
 from rlbatch.dialects.prime_rl import PRIME_RL
 from rlbatch.dialects.tinker import TINKER
@@ -51,35 +53,66 @@ def as_dict(batch: Batch, dialect: str, *, drop: Collection[str] = ()) -> dict[s
     return moved
 
 
-def from_dict(
-    form: Mapping[str, Any], dialect: str, *, like: Batch, padding: Padding = DEFAULT_PADDING
-) -> Batch:
+def from_dict(form: Mapping[str, Any], dialect: str, *, like: Batch) -> Batch:
     """A trainer's dict as a batch again: what it carries from there, everything else as in `like`.
 
-    Logprobs, advantages and temperatures are taken at trained tokens; elsewhere the dict holds fillers.
+    Logprobs, advantages and temperatures are taken at trained tokens; elsewhere the dict holds fillers. A
+    token that the dict trains and `like` did not keeps its value of `like` where the dict has a filler.
 
     Args:
         form: what `as_dict` made, perhaps with values that the trainer changed or added.
         dialect: whose it is.
-        like: the batch that `as_dict` was given; the result has its layout, purpose, step and device.
-        padding: as `like` was collated with, which a batch does not say.
+        like: the batch that `as_dict` was given; the result has its layout, padding, purpose, step, device.
 
     Raises:
-        RecordError: no such dialect; a key is missing; rows, lengths or shapes are not those of `like`.
+        RecordError: no such dialect; a key is missing; rows, lengths or shapes are not those of `like`; ids
+            that are no integers, masks of anything but 0 and 1, values that float32 does not hold; what the
+            dict says twice and differently; a newly trained token for which dict and `like` have no value.
 
     Example:
         from_dict(as_dict(batch, "verl"), "verl", like=batch) says what `batch` says
     """
-    samples = unpack(like)
+    how, samples = _named(dialect), unpack(like)
     try:
-        changes = _named(dialect).decode(form, samples)
+        changes = how.decode(reading.mapping(form, f"the form of {dialect}"), samples)
     except KeyError as error:
         raise RecordError(f"from_dict({dialect!r}): expected a key {error}, found {sorted(form)}") from error
     changed = [replace(sample, **change) for sample, change in zip(samples, changes, strict=True)]
     origins = [Origin(path=ref.path, index=ref.index) for ref in like.refs]
     # Without its purpose: under `audit` raw values would be put over those of the dict once more.
-    made = collate(changed, layout=like.layout, origins=origins, padding=padding)
+    made = collate(changed, layout=like.layout, origins=origins, padding=_padding_of(like))
+    if how.count_key is not None and how.count_key in form:
+        _check_count(form, how.count_key, made, like)
     return replace(made, purpose=like.purpose, step=like.step).to(like.input_ids.device)
+
+
+def _check_count(form: Mapping[str, Any], key: str, made: Batch, like: Batch) -> None:
+    """The count of trained tokens against the mask; of a step with other batches in it, that it is enough."""
+    count = int(reading.tensor(form, key, (), "ids"))
+    if count < made.num_loss_tokens or (like.step is None and count != made.num_loss_tokens):
+        expected = f"at least {made.num_loss_tokens}" if like.step else f"{made.num_loss_tokens}"
+        raise RecordError(f"from_dict: expected {key} of {expected}, as the mask has it, found {count}")
+
+
+def _padding_of(batch: Batch) -> Padding:
+    """Padding that lays sequences of the same lengths out as the batch has them."""
+    width = batch.shape[1]
+    starts = [ref.token_offset for ref in batch.refs]
+    multiple = 1
+    is_token = np.zeros(batch.shape, np.bool_)
+    for sequence, (start, length) in enumerate(zip(starts, batch.sequence_num_tokens, strict=True)):
+        is_token[sequence if batch.layout == "padded" else 0, start : start + length] = True
+    if batch.cu_seqlens is not None:
+        # Each sequence with its own padding is a multiple of what was asked for, and so is the row.
+        ends = batch.cu_seqlens[: len(starts) + 1]
+        multiple = int(np.gcd.reduce([*ends.diff().tolist(), width]))
+    unused = batch.input_ids.cpu().numpy()[~is_token]
+    return Padding(
+        token_id=int(unused[0]) if len(unused) else 0,
+        side="left" if batch.layout == "padded" and any(starts) else "right",
+        sequence_multiple=multiple,
+        row_multiple=width,
+    )
 
 
 def _named(dialect: str) -> Dialect:

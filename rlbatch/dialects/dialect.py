@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rlbatch.dialects.reading import as_float32
 from rlbatch.errors import RecordError
 from rlbatch.records import TOKEN_FIELDS, Sample
 from rlbatch.records.structure import check_choice
@@ -24,6 +25,11 @@ _DROPPABLE = (
     "routed_experts",
     "media",
 )
+
+_UNSAID = {spec.name: spec.padding for spec in TOKEN_FIELDS}
+
+FILLER = 0.0
+"""What stands at untrained tokens, but for a temperature: all mask it."""
 
 _NEUTRAL = {"temperature": 1.0, "policy_version": -1.0}
 """What a field says where it says nothing; a logprob says nothing where it is NaN."""
@@ -129,13 +135,36 @@ def at_trained(sample: Sample, values: NDArray[Any], filler: float) -> NDArray[A
 
 
 def split(sample: Sample) -> int:
-    """Tokens of the prompt: all before the first that was sampled."""
-    return sample.segments[0].start if sample.segments else len(sample)
+    """Tokens of the prompt: all before the first that was sampled or is trained."""
+    completion = (sample.turn >= 0) | sample.loss_mask
+    return int(completion.argmax()) if completion.any() else len(sample)
 
 
 def merged(
-    own: NDArray[Any] | None, incoming: NDArray[Any], trained: NDArray[np.bool_], unsaid: float
-) -> NDArray[Any]:
-    """[T] the incoming values at trained tokens; elsewhere what was there before."""
-    base = np.full(len(trained), unsaid, incoming.dtype) if own is None else own
-    return np.where(trained, incoming, base)
+    sample: Sample, name: str, incoming: NDArray[Any], trained: NDArray[np.bool_]
+) -> NDArray[np.float32]:
+    """[T] the incoming values at trained tokens; elsewhere what was there before.
+
+    A token that is trained from now on and still has the filler was given no value: its own one stays.
+
+    Args:
+        sample: as it was sent.
+        name: of the field.
+        incoming: [T] what came back; fillers at tokens that were not trained when it was sent.
+        trained: [T] the mask that came back.
+
+    Raises:
+        RecordError: such a token has no value of its own; a value that float32 does not hold.
+    """
+    own = getattr(sample, name)
+    before = np.full(len(sample), _UNSAID[name], np.float32) if own is None else own
+    values = as_float32(name, np.where(trained, incoming, 0))
+    is_filler = trained & ~sample.loss_mask & (values == _NEUTRAL.get(name, FILLER))
+    lacking = np.flatnonzero(is_filler & np.isnan(before))
+    if len(lacking):
+        raise RecordError(
+            f"from_dict: expected {name} of every token that is trained from now on, found a filler in the "
+            f"dict and nothing in the batch for token {int(lacking[0])} of sample {sample.sample_id!r} "
+            f"({len(lacking)} such)"
+        )
+    return np.where(trained & ~is_filler, values, before)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlbatch.dialects import rows
+from rlbatch.dialects import reading, rows
 from rlbatch.dialects.dialect import Dialect, at_trained
 from rlbatch.dialects.verl import experts_of
 from rlbatch.errors import RecordError
@@ -64,54 +64,46 @@ def _joined(columns: Sequence[NDArray[Any]]) -> list[Any]:
 
 def _decode(form: Mapping[str, Any], samples: Sequence[Sample]) -> list[dict[str, Any]]:
     lengths = [len(sample) for sample in samples]
-    if list(form["seq_lens"]) != lengths:
-        raise RecordError(f"from_dict: expected sequences of {lengths} tokens, found {form['seq_lens']}")
-    keys = {name: key for name, key in _STREAMS.items() if key in form}
-    if "temperatures" in form:
-        keys["temperature"] = "temperatures"
+    for key in ("seq_lens", "sequence_lengths"):
+        if list(reading.parts(form, key)) != lengths:
+            raise RecordError(f"from_dict: expected {key} of {lengths}, found {form[key]}")
+    ends, total = np.cumsum(lengths)[:-1], sum(lengths)
+
+    def column(key: str, kind: reading.Kind) -> list[NDArray[Any]]:
+        """[T] a sample, of a list that is as long as all together."""
+        return np.split(reading.numbers(form, key, total, kind), ends)
+
+    positions = np.concatenate([np.arange(length) for length in lengths])
+    found = reading.numbers(form, "position_ids", total, "ids")
+    reading.require_same("position_ids", found, positions, "seq_lens")
+    keys = {name: key for name, key in (*_STREAMS.items(), ("temperature", "temperatures")) if key in form}
     changed = rows.changes(
         samples,
-        _parts(form, "input_ids", np.int64, lengths),
-        _parts(form, "loss_mask", np.bool_, lengths),
-        {name: _parts(form, key, np.float32, lengths) for name, key in keys.items()},
+        column("input_ids", "ids"),
+        column("loss_mask", "mask"),
+        {name: column(key, "values") for name, key in keys.items()},
     )
     if "routed_experts" in form:
-        experts = _experts(form["routed_experts"], samples)
-        for change, sample, part in zip(changed, samples, _split(experts, lengths), strict=True):
-            if sample.routed_experts is not None:
-                change["routed_experts"] = part[:-1].astype(np.int32)
+        spec = reading.mapping(form["routed_experts"], "routed_experts")
+        rows.with_experts(changed, samples, np.split(_experts(spec, samples), ends))
     return changed
-
-
-def _parts(
-    form: Mapping[str, Any], key: str, dtype: type[np.generic], lengths: Sequence[int]
-) -> list[NDArray[Any]]:
-    """[T] a sample, of a list that is as long as all together."""
-    expected = f"from_dict: expected {key} of {sum(lengths)} numbers"
-    try:
-        joined = np.array(form[key], dtype)
-    except (TypeError, ValueError) as error:
-        raise RecordError(f"{expected}, found what is none ({error})") from error
-    if joined.shape != (sum(lengths),):
-        raise RecordError(f"{expected}, found shape {list(joined.shape)}")
-    return _split(joined, lengths)
 
 
 def _experts(spec: Mapping[str, Any], samples: Sequence[Sample]) -> NDArray[Any]:
     """[T, L, K] of all samples."""
-    entry = next((s.routed_experts.shape[1:] for s in samples if s.routed_experts is not None), ())
-    shape = (sum(map(len, samples)), *entry)
-    flat = np.frombuffer(spec["data"], spec["dtype"])
-    if tuple(spec["shape"]) != shape or flat.size != math.prod(shape):
+    shape = (sum(map(len, samples)), *rows.expert_shape(samples))
+    try:
+        flat, found = np.frombuffer(spec["data"], spec["dtype"]), list(spec["shape"])
+    except (TypeError, ValueError) as error:
         raise RecordError(
-            f"from_dict: expected routed_experts of shape {list(shape)}, "
-            f"found {list(spec['shape'])} and {flat.size} entries"
+            f"from_dict: expected routed_experts as bytes, found what is none ({error})"
+        ) from error
+    if found != list(shape) or flat.size != math.prod(shape) or flat.dtype.kind not in "iu":
+        raise RecordError(
+            f"from_dict: expected integer routed_experts of shape {list(shape)}, "
+            f"found {found} and {flat.size} entries of {flat.dtype}"
         )
     return flat.reshape(shape)
-
-
-def _split(joined: NDArray[Any], lengths: Sequence[int]) -> list[NDArray[Any]]:
-    return np.split(joined, np.cumsum(lengths)[:-1])
 
 
 PRIME_RL = Dialect(

@@ -8,25 +8,21 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rlbatch.dialects.dialect import at_trained, merged, split
+from rlbatch.dialects.dialect import FILLER, at_trained, merged, split
+from rlbatch.dialects.reading import as_int32
 from rlbatch.errors import RecordError
-from rlbatch.records import TOKEN_FIELDS, Sample
-
-FILLER = 0.0
-"""Both write 0 where a token has no logprob, and mask it."""
-
-_UNSAID = {spec.name: spec.padding for spec in TOKEN_FIELDS}
+from rlbatch.records import Sample
 
 
 def prompts(columns: Sequence[NDArray[Any]], samples: Sequence[Sample], filler: float = 0) -> Tensor:
-    """[B, P] the part before the first sampled token, padded on the left."""
+    """[B, P] the part before the split, padded on the left."""
     parts = [column[: split(sample)] for column, sample in zip(columns, samples, strict=True)]
     width = max(map(len, parts))
     return _stacked([_padded(part, (width - len(part), 0), filler) for part in parts])
 
 
 def completions(columns: Sequence[NDArray[Any]], samples: Sequence[Sample], filler: float = 0) -> Tensor:
-    """[B, R] the part from the first sampled token on, padded on the right."""
+    """[B, R] the part from the split on, padded on the right."""
     parts = [column[split(sample) :] for column, sample in zip(columns, samples, strict=True)]
     width = max(map(len, parts))
     return _stacked([_padded(part, (0, width - len(part)), filler) for part in parts])
@@ -71,35 +67,12 @@ def one_a_row(samples: Sequence[Sample], name: str, unsaid: float) -> Tensor:
     return torch.tensor(values, dtype=torch.float32)
 
 
-def shaped(form: Mapping[str, Any], key: str, shape: tuple[int, ...]) -> Tensor:
-    """A tensor of the form.
-
-    Raises:
-        RecordError: it is none, or of another shape.
-    """
-    value = form[key]
-    if not isinstance(value, Tensor):
-        raise RecordError(f"from_dict: expected {key} as a tensor, found {type(value).__name__}")
-    if tuple(value.shape) != shape:
-        raise RecordError(f"from_dict: expected {key} of shape {list(shape)}, found {list(value.shape)}")
-    return value
-
-
-def width(form: Mapping[str, Any], key: str, num_rows: int) -> int:
-    """W of a tensor [B, W] of the form.
-
-    Raises:
-        RecordError: it is none, or not of that many rows.
-    """
-    value = form[key]
-    if not isinstance(value, Tensor) or value.ndim != 2 or len(value) != num_rows:
-        found = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
-        raise RecordError(f"from_dict: expected {key} of shape [{num_rows}, any], found {found}")
-    return int(value.shape[1])
-
-
 def own_tokens(
-    left: Tensor, right: Tensor, left_mask: Tensor, right_mask: Tensor, samples: Sequence[Sample]
+    left: NDArray[Any],
+    right: NDArray[Any],
+    left_mask: NDArray[np.bool_],
+    right_mask: NDArray[np.bool_],
+    samples: Sequence[Sample],
 ) -> list[NDArray[Any]]:
     """[T] a sample, from its prompt and its completion.
 
@@ -108,23 +81,24 @@ def own_tokens(
     """
     columns = []
     for row, sample in enumerate(samples):
-        parts = [left[row][left_mask[row] != 0], right[row][right_mask[row] != 0]]
-        column = torch.cat(parts).cpu().numpy()
+        parts = [left[row][left_mask[row]], right[row][right_mask[row]]]
         expected = (split(sample), len(sample) - split(sample))
         if (len(parts[0]), len(parts[1])) != expected:
             raise RecordError(
                 f"from_dict: expected {expected[0]} prompt and {expected[1]} completion tokens in row {row}, "
                 f"found {len(parts[0])} and {len(parts[1])}"
             )
-        columns.append(column)
+        columns.append(np.concatenate(parts))
     return columns
 
 
-def widened(completion: Tensor, mask: Tensor, samples: Sequence[Sample]) -> list[NDArray[Any]]:
-    """[T] a sample, from a tensor over completions; 0 at prompt tokens."""
+def widened(
+    completion: NDArray[Any], mask: NDArray[np.bool_], samples: Sequence[Sample]
+) -> list[NDArray[Any]]:
+    """[T] a sample, from an array over completions; 0 at prompt tokens."""
     columns = []
     for row, sample in enumerate(samples):
-        own = completion[row][mask[row] != 0].cpu().numpy()
+        own = completion[row][mask[row]]
         columns.append(np.concatenate([np.zeros(split(sample), own.dtype), own]))
     return columns
 
@@ -132,20 +106,37 @@ def widened(completion: Tensor, mask: Tensor, samples: Sequence[Sample]) -> list
 def changes(
     samples: Sequence[Sample],
     token_ids: Sequence[NDArray[Any]],
-    trained: Sequence[NDArray[Any]],
+    trained: Sequence[NDArray[np.bool_]],
     fields: Mapping[str, Sequence[NDArray[Any]]],
 ) -> list[dict[str, Any]]:
-    """What changes of each sample: ids, mask, and each field at the trained tokens."""
+    """What changes of each sample: ids, mask, and each field at the trained tokens.
+
+    Raises:
+        RecordError: ids or values that a sample cannot hold; a token trained from now on without a value.
+    """
     result = []
     for row, sample in enumerate(samples):
-        mask = trained[row].astype(np.bool_)
-        changed = {"token_ids": token_ids[row].astype(np.int32), "loss_mask": mask}
+        mask = trained[row]
+        changed: dict[str, Any] = {"token_ids": as_int32("token ids", token_ids[row]), "loss_mask": mask}
         for name, columns in fields.items():
-            own, incoming = getattr(sample, name), columns[row].astype(np.float32)
-            if own is not None or mask.any():
-                changed[name] = merged(own, incoming, mask, _UNSAID[name])
+            if getattr(sample, name) is not None or mask.any():
+                changed[name] = merged(sample, name, columns[row], mask)
         result.append(changed)
     return result
+
+
+def with_experts(
+    changed: Sequence[dict[str, Any]], samples: Sequence[Sample], columns: Sequence[NDArray[Any]]
+) -> None:
+    """Add [T-1, L, K] of [T, L, K] experts to the changes of each sample that has some."""
+    for change, sample, column in zip(changed, samples, columns, strict=True):
+        if sample.routed_experts is not None:
+            change["routed_experts"] = as_int32("routed_experts", column[:-1])
+
+
+def expert_shape(samples: Sequence[Sample]) -> tuple[int, ...]:
+    """(L, K); () where no sample has any."""
+    return next((each.routed_experts.shape[1:] for each in samples if each.routed_experts is not None), ())
 
 
 def _padded(part: NDArray[Any], widths: tuple[int, int], filler: float) -> NDArray[Any]:

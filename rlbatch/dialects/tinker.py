@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rlbatch.dialects import rows
+from rlbatch.dialects import reading, rows
 from rlbatch.dialects.dialect import Dialect
 from rlbatch.errors import RecordError
 from rlbatch.records import Sample
@@ -45,27 +45,33 @@ def _behind_first(column: NDArray[Any]) -> Tensor:
 
 
 def _decode(form: Mapping[str, Any], samples: Sequence[Sample]) -> list[dict[str, Any]]:
-    if len(form["data"]) != len(samples):
-        raise RecordError(f"from_dict: expected {len(samples)} data, found {len(form['data'])}")
-    return [_changed(datum, sample) for datum, sample in zip(form["data"], samples, strict=True)]
+    data = reading.parts(form, "data")
+    if len(data) != len(samples):
+        raise RecordError(f"from_dict: expected {len(samples)} data, found {len(data)}")
+    return [_changed(datum, at, sample) for at, (datum, sample) in enumerate(zip(data, samples, strict=True))]
 
 
-def _changed(datum: Mapping[str, Any], sample: Sample) -> dict[str, Any]:
-    inputs = datum["loss_fn_inputs"]
-    shape = (len(sample) - 1,)
-    targets = rows.shaped(inputs, "target_tokens", shape).cpu().numpy()
-    first = sample.token_ids[:1] if len(sample) == 1 else np.array(datum["model_input"][:1], np.int64)
+def _changed(datum: object, at: int, sample: Sample) -> dict[str, Any]:
+    place = reading.mapping(datum, f"data[{at}]")
+    inputs = reading.mapping(place["loss_fn_inputs"], f"loss_fn_inputs of data[{at}]")
+    length = len(sample) - 1
+    targets = reading.tensor(inputs, "target_tokens", (length,), "ids")
+    # Of a sequence of one token nothing is sent.
+    model_input = reading.numbers(place, "model_input", length, "ids") if length else targets
+    reading.require_same("model_input", model_input[1:], targets[:-1], "target_tokens")
+    ids = np.concatenate([model_input[:1] if length else sample.token_ids, targets])
     fields = {
-        name: [_with_first(rows.shaped(inputs, key, shape))] for name, key in _INPUTS.items() if key in inputs
+        name: [_with_first(reading.tensor(inputs, key, (length,), "values"))]
+        for name, key in _INPUTS.items()
+        if key in inputs
     }
-    ids = np.concatenate([first, targets])
-    (changed,) = rows.changes([sample], [ids], [_with_first(rows.shaped(inputs, "mask", shape))], fields)
+    mask = _with_first(reading.tensor(inputs, "mask", (length,), "mask"))
+    (changed,) = rows.changes([sample], [ids], [mask], fields)
     return changed
 
 
-def _with_first(column: Tensor) -> NDArray[Any]:
-    own = column.cpu().numpy()
-    return np.concatenate([np.zeros(1, own.dtype), own])
+def _with_first(column: NDArray[Any]) -> NDArray[Any]:
+    return np.concatenate([np.zeros(1, column.dtype), column])
 
 
 TINKER = Dialect(name="tinker", carries=tuple(_INPUTS), encode=_encode, decode=_decode)

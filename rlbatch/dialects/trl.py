@@ -11,9 +11,10 @@ The temperature is an argument of the trainer (GRPOConfig.temperature), so it is
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
-from rlbatch.dialects import rows
+from rlbatch.dialects import reading, rows
 from rlbatch.dialects.dialect import Dialect
 from rlbatch.records import Sample
 
@@ -44,22 +45,26 @@ def _encode(samples: Sequence[Sample], drop: frozenset[str]) -> dict[str, Any]:
 
 
 def _decode(form: Mapping[str, Any], samples: Sequence[Sample]) -> list[dict[str, Any]]:
-    left = (len(samples), rows.width(form, "prompt_ids", len(samples)))
-    right = (len(samples), rows.width(form, "completion_ids", len(samples)))
-    mask = rows.shaped(form, "completion_mask", right)
-    prompt_mask = rows.shaped(form, "prompt_mask", left)
-    ids = rows.own_tokens(form["prompt_ids"], form["completion_ids"], prompt_mask, mask, samples)
-    tool_mask = rows.shaped(form, "tool_mask", right) if "tool_mask" in form else mask
-    trained = rows.widened(tool_mask, mask, samples)
+    left = (len(samples), reading.width(form, "prompt_ids", len(samples)))
+    right = (len(samples), reading.width(form, "completion_ids", len(samples)))
+    mask = reading.tensor(form, "completion_mask", right, "mask")
+    ids = rows.own_tokens(
+        reading.tensor(form, "prompt_ids", left, "ids"),
+        reading.tensor(form, "completion_ids", right, "ids"),
+        reading.tensor(form, "prompt_mask", left, "mask"),
+        mask,
+        samples,
+    )
+    tool_mask = reading.tensor(form, "tool_mask", right, "mask") if "tool_mask" in form else mask
     fields = {
-        name: rows.widened(rows.shaped(form, key, right), mask, samples)
+        name: rows.widened(reading.tensor(form, key, right, "values"), mask, samples)
         for name, key in _LOGPROBS.items()
         if key in form
     }
     if "advantages" in form:
-        spread = rows.shaped(form, "advantages", (len(samples),))[:, None].expand(right)
-        fields["advantages"] = rows.widened(spread, mask, samples)
-    return rows.changes(samples, ids, trained, fields)
+        advantages = reading.tensor(form, "advantages", (len(samples),), "values")
+        fields["advantages"] = rows.widened(np.broadcast_to(advantages[:, None], right), mask, samples)
+    return rows.changes(samples, ids, rows.widened(tool_mask, mask, samples), fields)
 
 
 TRL = Dialect(

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rlbatch.dialects import rows
+from rlbatch.dialects import reading, rows
 from rlbatch.dialects.dialect import Dialect
 from rlbatch.records import Sample
 
@@ -64,29 +64,43 @@ def experts_of(samples: Sequence[Sample]) -> list[NDArray[np.int32]]:
 
 
 def _decode(form: Mapping[str, Any], samples: Sequence[Sample]) -> list[dict[str, Any]]:
-    num_rows, width = len(samples), rows.width(form, "prompts", len(samples))
-    shape = (num_rows, rows.width(form, "responses", num_rows))
-    attention_mask = rows.shaped(form, "attention_mask", (num_rows, width + shape[1]))
+    num_rows, width = len(samples), reading.width(form, "prompts", len(samples))
+    shape = (num_rows, reading.width(form, "responses", num_rows))
+    prompts = reading.tensor(form, "prompts", (num_rows, width), "ids")
+    responses = reading.tensor(form, "responses", shape, "ids")
+    attention_mask = reading.tensor(form, "attention_mask", (num_rows, width + shape[1]), "mask")
+    _require_agreement(form, np.concatenate([prompts, responses], axis=1), attention_mask)
     left, right = attention_mask[:, :width], attention_mask[:, width:]
-    ids = rows.own_tokens(form["prompts"], form["responses"], left, right, samples)
-    trained = rows.widened(rows.shaped(form, "response_mask", shape), right, samples)
+    ids = rows.own_tokens(prompts, responses, left, right, samples)
+    trained = rows.widened(reading.tensor(form, "response_mask", shape, "mask"), right, samples)
     fields = {
-        name: rows.widened(rows.shaped(form, key, shape), right, samples)
+        name: rows.widened(reading.tensor(form, key, shape, "values"), right, samples)
         for name, key in _PER_TOKEN.items()
         if key in form
     }
     if "temperature" in form:
-        spread = rows.shaped(form, "temperature", (num_rows,))[:, None].expand(shape)
-        fields["temperature"] = rows.widened(spread, right, samples)
+        temperature = reading.tensor(form, "temperature", (num_rows,), "values")
+        fields["temperature"] = rows.widened(np.broadcast_to(temperature[:, None], shape), right, samples)
     changed = rows.changes(samples, ids, trained, fields)
     if "routed_experts" in form:
-        entry = next((s.routed_experts.shape[1:] for s in samples if s.routed_experts is not None), ())
-        experts = rows.shaped(form, "routed_experts", (*attention_mask.shape, *entry))
+        whole = (*attention_mask.shape, *rows.expert_shape(samples))
+        experts = reading.tensor(form, "routed_experts", whole, "ids")
         own = rows.own_tokens(experts[:, :width], experts[:, width:], left, right, samples)
-        for change, sample, column in zip(changed, samples, own, strict=True):
-            if sample.routed_experts is not None:
-                change["routed_experts"] = column[:-1].astype(np.int32)
+        rows.with_experts(changed, samples, own)
     return changed
+
+
+def _require_agreement(
+    form: Mapping[str, Any], token_ids: NDArray[Any], attention_mask: NDArray[np.bool_]
+) -> None:
+    """Refuse whole sequences that are not their two parts, or positions that do not count their tokens."""
+    expected = {
+        "input_ids": (token_ids, "prompts and responses"),
+        "position_ids": (attention_mask.cumsum(axis=1) - 1, "attention_mask"),
+    }
+    for key, (values, source) in expected.items():
+        found = reading.tensor(form, key, attention_mask.shape, "ids")
+        reading.require_same(key, found[attention_mask], values[attention_mask], source)
 
 
 VERL = Dialect(

@@ -33,7 +33,8 @@ def shift(sample: Sample, lag: int) -> Sample:
         outside[first - segment.start : first - segment.start + kept] = False
         turn[segment.start : segment.stop][outside] = -1
         mask[segment.start : segment.stop][outside] = False
-    return replace(sample, inference_logprobs=logprobs, turn=turn, loss_mask=mask)
+    # Lists that were cut to one length: whether the last token left is the one that stopped it, nobody says.
+    return replace(sample, inference_logprobs=logprobs, turn=turn, loss_mask=mask, stop_reasons=())
 
 
 def _shifted(sample: Sample, rng: np.random.Generator) -> Sample:
@@ -128,7 +129,7 @@ def _with_values_of(sample: Sample, other: Sample) -> Sample:
     ]
     rest = slice(mine.start + length, mine.stop)
     logprobs[rest], turn[rest], mask[rest] = np.nan, -1, False
-    return replace(sample, inference_logprobs=logprobs, turn=turn, loss_mask=mask)
+    return replace(sample, inference_logprobs=logprobs, turn=turn, loss_mask=mask, stop_reasons=())
 
 
 def _longest(sample: Sample) -> Segment:

@@ -12,7 +12,8 @@ def _token_out_of_range(sample: Sample, rng: np.random.Generator) -> Sample:
     size = next((p.vocab_size for p in sample.provenances if p.vocab_size is not None), 2**30)
     ids = sample.token_ids.copy()
     ids[int(rng.integers(len(ids)))] = size + 13
-    return replace(sample, token_ids=ids)
+    # It may be the last one: then it is not what stopped the turn either.
+    return replace(sample, token_ids=ids, stop_reasons=())
 
 
 def _logprob_missing(sample: Sample, rng: np.random.Generator) -> Sample:
@@ -65,7 +66,7 @@ def _modes_mixed(sample: Sample, rng: np.random.Generator) -> Sample:
     turn = sample.turn.copy()
     turn[(last.start + last.stop) // 2 : last.stop] = len(sample.provenances)
     other = replace(stated, logprobs_mode="raw" if raw else "processed")
-    return replace(sample, turn=turn, provenances=(*sample.provenances, other))
+    return replace(sample, turn=turn, provenances=(*sample.provenances, other), stop_reasons=())
 
 
 def _nothing_trained(sample: Sample, rng: np.random.Generator) -> Sample:

@@ -49,7 +49,9 @@ def _last_long_segment(sample: Sample) -> Segment | None:
 
 
 def _with_eos_stated(sample: Sample, token_id: int) -> Sample:
-    return with_provenances(sample, lambda each: replace(each, eos_token_ids=(token_id,)))
+    # Other turns may have ended with other ids: what stopped those is no longer said.
+    stated = with_provenances(sample, lambda each: replace(each, eos_token_ids=(token_id,)))
+    return replace(stated, stop_reasons=())
 
 
 def _mask_drops_eos(sample: Sample, rng: np.random.Generator) -> Sample:
@@ -76,6 +78,22 @@ def _stop_overrun(sample: Sample, rng: np.random.Generator) -> Sample:
     reasons: list[Any] = [None] * len(sample.provenances)
     reasons[segment.turn] = "stop"
     return replace(_with_eos_stated(sample, stop_id), token_ids=ids, finish_reasons=tuple(reasons))
+
+
+def _stop_lost(sample: Sample, rng: np.random.Generator) -> Sample:
+    # From ids and logprobs alike, so that every count agrees.
+    segment = _last_long_segment(sample)
+    if segment is None or segment.stop != len(sample):
+        return sample
+    ids = sample.token_ids[segment.start :]
+    # A stop token before the last one did not stop the turn, and what did is another matter.
+    if np.isin(ids[:-1], (ids[-1], *sample.provenances[segment.turn].eos_token_ids)).any():
+        return sample
+    finish: list[Any] = [None] * len(sample.provenances)
+    stop: list[Any] = [None] * len(sample.provenances)
+    finish[segment.turn], stop[segment.turn] = "stop", int(ids[-1])
+    stopped = replace(sample, finish_reasons=tuple(finish), stop_reasons=tuple(stop))
+    return _taken(stopped, np.arange(len(sample) - 1))
 
 
 def _low_precision(sample: Sample, rng: np.random.Generator) -> Sample:
@@ -109,6 +127,12 @@ STOPS = (
         code="stop-overrun",
         story="The engine reports tokens that it drafted past the stop token.",
         corrupt=_stop_overrun,
+        rescored=True,
+    ),
+    Fault(
+        code="finish-mismatch",
+        story="The ids were encoded again from text, without the stop token, and the last logprob was cut.",
+        corrupt=_stop_lost,
         rescored=True,
     ),
     Fault(

@@ -45,7 +45,8 @@ def _wrong_ids(sample: Sample, rng: np.random.Generator) -> Sample:
     first = rng.choice(np.arange(segment.start, segment.stop - 1), int(rng.integers(1, 3)), replace=False)
     slots = np.unique(np.concatenate([first, first + 1]) if rng.integers(2) else first)
     ids[slots] = (ids[slots] + rng.integers(1, size, len(slots))) % size
-    return replace(sample, token_ids=ids)
+    # One of them may be the last: then it is not what stopped the turn either.
+    return replace(sample, token_ids=ids, stop_reasons=())
 
 
 def _unexplained(sample: Sample, rng: np.random.Generator) -> Sample:

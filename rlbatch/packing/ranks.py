@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from rlbatch.errors import RecordError
 from rlbatch.packing.bins import Room, plan_batches
-from rlbatch.packing.contract import Unit, check_partition, checked_lengths
+from rlbatch.packing.contract import Unit, check_partition, checked_costs, checked_lengths
 from rlbatch.records.structure import check_scalar
 
 
@@ -62,19 +62,20 @@ def balance(costs: Sequence[float] | NDArray[np.float64], num_ranks: int) -> lis
         For each rank its items, in the order given out.
 
     Raises:
-        RecordError: `num_ranks` below 1.
+        RecordError: `num_ranks` that is no integer or below 1; costs that are negative or no finite numbers.
 
     Example:
         costs [5, 4, 3, 3], 2 ranks: [[0, 3], [1, 2]], 8 and 7
 
     Source: Graham 1969, "Bounds on multiprocessing timing anomalies", longest processing time first.
     """
+    check_scalar("num_ranks", num_ranks, int)
     if num_ranks < 1:
         raise RecordError(f"num_ranks: expected at least 1, found {num_ranks}")
     shares: list[list[int]] = [[] for _ in range(num_ranks)]
     # Equal loads go to the lower rank, so that the plan is the same on every machine.
     loads = [(0.0, rank) for rank in range(num_ranks)]
-    values = np.asarray(costs, np.float64)
+    values = checked_costs(costs)
     order = np.argsort(-values, kind="stable")
     for item, cost in zip(order.tolist(), values[order].tolist(), strict=True):
         load, rank = loads[0]
@@ -86,10 +87,15 @@ def balance(costs: Sequence[float] | NDArray[np.float64], num_ranks: int) -> lis
 def imbalance(costs: Sequence[float], shares: Sequence[Sequence[int]]) -> float:
     """How much the heaviest share is above the mean, as a part of the mean.
 
+    Raises:
+        RecordError: no shares, or costs as `balance` does not take them.
+
     Example:
         shares of 8 and 7: 8 / 7.5 - 1 = 0.067
     """
-    values = np.asarray(costs, np.float64)
+    values = checked_costs(costs)
+    if not len(shares):
+        raise RecordError("shares: expected at least one, found none")
     loads = [float(values[list(share)].sum()) for share in shares]
     mean = sum(loads) / len(loads)
     return max(loads) / mean - 1 if mean else 0.0

@@ -20,7 +20,15 @@ from rlbatch.records.sample import Origin, Sample, Segment, check_samples, origi
 from rlbatch.records.stretch import StoredSamples, Stretch
 from rlbatch.records.structure import EXPERT_DTYPES
 from rlbatch.records.token_fields import TOKEN_FIELDS, UNKNOWN_VERSION, Align, TokenField
-from rlbatch.records.turn import FINISH_REASONS, FinishReason, Trajectory, Turn, Usage, VersionSpan
+from rlbatch.records.turn import (
+    FINISH_REASONS,
+    FinishReason,
+    StopReason,
+    Trajectory,
+    Turn,
+    Usage,
+    VersionSpan,
+)
 
 __all__ = [
     "ALIGNS",
@@ -40,6 +48,7 @@ __all__ = [
     "Sample",
     "SamplingParams",
     "Segment",
+    "StopReason",
     "StoredSamples",
     "Stretch",
     "TOKEN_FIELDS",

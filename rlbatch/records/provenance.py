@@ -4,12 +4,12 @@ An engine's reply does not say it. The rules of what may be compared with what a
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Literal, TypeAlias
 
 from rlbatch.errors import RecordError
-from rlbatch.records.structure import check_choice, check_scalar, check_text, keep_number, kind_of
+from rlbatch.records.structure import check_choice, check_text, keep_scalar, keep_tuple, kind_of, scalar
 
 LogprobsMode: TypeAlias = Literal["processed", "raw", "unknown"]
 Purpose: TypeAlias = Literal["train", "train-truncated", "audit"]
@@ -59,9 +59,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         for spec in fields(self):
-            check_scalar(f"SamplingParams.{spec.name}", getattr(self, spec.name), spec.type)
-            if spec.type is float:
-                keep_number(self, spec.name)
+            keep_scalar(self, spec.name, spec.type)  # type: ignore[arg-type]
         for name, (holds, expected) in _RANGES.items():
             value = getattr(self, name)
             # Written so that NaN is refused too.
@@ -127,19 +125,13 @@ class Provenance:
         for name in ("engine_version", "model", "tokenizer_fingerprint", "dtype"):
             check_text(self, name, optional=True)
         if self.vocab_size is not None:
-            check_scalar("Provenance.vocab_size", self.vocab_size, int)
+            keep_scalar(self, "vocab_size", int)
             if self.vocab_size < 1:
                 raise RecordError(f"Provenance.vocab_size: expected >= 1, found {self.vocab_size}")
-        object.__setattr__(self, "eos_token_ids", tuple(int(token_id) for token_id in self.eos_token_ids))
-        if self.bos_token_id is not None:
-            check_scalar("Provenance.bos_token_id", self.bos_token_id, int)
+        _keep_integers(self, "eos_token_ids")
+        keep_scalar(self, "bos_token_id", int, optional=True)
         if self.routing_shape is not None:
-            if not isinstance(self.routing_shape, Sequence):
-                kind = kind_of(self.routing_shape)
-                raise RecordError(f"Provenance.routing_shape: expected two integers, found {kind}")
-            object.__setattr__(self, "routing_shape", tuple(self.routing_shape))
-            for size in self.routing_shape:
-                check_scalar("Provenance.routing_shape", size, int)
+            _keep_integers(self, "routing_shape")
             if len(self.routing_shape) != 2 or min(self.routing_shape) < 1:
                 found = self.routing_shape
                 raise RecordError(
@@ -198,3 +190,9 @@ class Provenance:
         if purpose == "audit":
             return self.auditable
         return self.trainable or self.renormalised(purpose)
+
+
+def _keep_integers(record: Provenance, name: str) -> None:
+    keep_tuple(record, name)
+    numbers = tuple(scalar(f"Provenance.{name}", each, int) for each in getattr(record, name))
+    object.__setattr__(record, name, numbers)

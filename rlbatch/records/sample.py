@@ -14,15 +14,15 @@ from rlbatch.records.structure import (
     check_choice,
     check_ids,
     check_length,
-    check_scalar,
     check_text,
     freeze,
     freeze_experts,
-    keep_number,
+    keep_scalar,
+    keep_tuple,
     kind_of,
 )
 from rlbatch.records.token_fields import TOKEN_FIELDS, UNKNOWN_VERSION
-from rlbatch.records.turn import FINISH_REASONS, FinishReason
+from rlbatch.records.turn import FINISH_REASONS, FinishReason, StopReason, check_stop_reason
 
 MAX_SIBLINGS = 2**63 - 1
 """What a shard's int64 holds."""
@@ -70,6 +70,9 @@ class Sample:
     """Indexed by `turn`."""
     finish_reasons: tuple[FinishReason | None, ...] = ()
     """Indexed by `turn`; empty where nobody said."""
+    stop_reasons: tuple[StopReason | None, ...] = ()
+    """Indexed by `turn`; None where the engine said nothing. Empty where nobody kept them: then no turn's end
+    is held against its finish reason."""
     segments: "tuple[Segment, ...]" = field(init=False, repr=False)
     """Its runs of sampled tokens of one turn each, in order. Found once, where it is made."""
     segment_versions: tuple[int, ...] = field(init=False, repr=False)
@@ -85,10 +88,9 @@ class Sample:
             check_length(self, spec.name, len(self.token_ids))
         if self.routed_experts is not None:
             freeze_experts(self, "routed_experts", len(self.token_ids) - 1)
-        object.__setattr__(self, "media", tuple(self.media))
+        for name in ("media", "provenances", "finish_reasons", "stop_reasons"):
+            keep_tuple(self, name)
         check_media(self.media)
-        object.__setattr__(self, "provenances", tuple(self.provenances))
-        object.__setattr__(self, "finish_reasons", tuple(self.finish_reasons))
         self._check_names()
         self._check_tokens()
         self._derive()
@@ -137,9 +139,9 @@ class Sample:
         check_text(self, "sample_id")
         check_text(self, "trajectory_id")
         check_text(self, "group_id", optional=True)
-        keep_number(self, "reward")
+        keep_scalar(self, "reward", float, optional=True)
         for name in ("sibling", "num_siblings"):
-            check_scalar(f"Sample.{name}", getattr(self, name), int)
+            keep_scalar(self, name, int)
         if not 0 <= self.sibling < self.num_siblings <= MAX_SIBLINGS:
             raise RecordError(
                 f"Sample {self.sample_id!r}: expected 0 <= sibling < num_siblings, "
@@ -151,6 +153,8 @@ class Sample:
         for reason in self.finish_reasons:
             if reason is not None:
                 check_choice("Sample.finish_reasons", reason, FINISH_REASONS)
+        for stop in self.stop_reasons:
+            check_stop_reason("Sample.stop_reasons", stop)
 
     def _check_tokens(self) -> None:
         if len(self.token_ids) == 0:

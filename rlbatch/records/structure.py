@@ -1,12 +1,22 @@
 """Checks of structure that records share: types, dtypes, lengths. Each names the record and the field."""
 
+import mmap
+import re
 from collections.abc import Iterable
-from typing import Any
+from types import NoneType
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlbatch.errors import RecordError
+
+_WORD = re.compile(r"[\w.+-]{0,40}")
+
+MAX_SHOWN_BITS = 64
+"""A larger integer is named, not shown: its digits fill pages, and Python refuses to write many of them."""
+
+_Scalar = TypeVar("_Scalar", bool, int, float)
 
 
 def freeze(record: object, name: str, dtype: np.dtype[Any] | type[np.generic]) -> None:
@@ -44,14 +54,20 @@ def freeze_experts(record: object, name: str, num_rows: int) -> None:
     keep(record, name, value)
 
 
+_IMMUTABLE = (NoneType, bytes, mmap.mmap)
+"""What may lie under an array that is kept uncopied: its own memory, or what nobody writes."""
+
+
 def _is_writeable(value: NDArray[Any]) -> bool:
-    """Whether the array, or one that it is a view of, can be written."""
+    """Whether somebody may write the array, or what it is a view of."""
     base: object = value
     while isinstance(base, np.ndarray):
         if base.flags.writeable:
             return True
         base = base.base
-    return False
+    if isinstance(base, memoryview):
+        base = base.obj
+    return not isinstance(base, _IMMUTABLE)
 
 
 def keep(record: object, name: str, value: NDArray[Any]) -> None:
@@ -79,14 +95,37 @@ def check_ids(record: object, name: str) -> None:
         raise RecordError(f"{label}: expected ids >= 0, found {int(ids[at])} at token {at}")
 
 
-def keep_number(record: object, name: str) -> None:
-    """Store a Python float for any real number, so that equal records are identical."""
+def scalar(label: str, value: object, kind: type[_Scalar]) -> _Scalar:
+    """The value as Python's own bool, int or float, so that equal records are identical; numpy's are taken.
+
+    Raises:
+        RecordError: as `check_scalar`, or a float cannot hold it.
+    """
+    own: Any = value.item() if isinstance(value, np.generic) else value
+    check_scalar(label, own, kind)
+    try:
+        return kind(own)
+    except OverflowError:
+        raise RecordError(f"{label}: expected a number that a float holds, found one beyond") from None
+
+
+def keep_scalar(record: object, name: str, kind: type[bool | int | float], *, optional: bool = False) -> None:
+    """Store the field as `scalar` gives it; `optional` allows None."""
     value = getattr(record, name)
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, (int, float, np.number)):
-        raise RecordError(f"{type(record).__name__}.{name}: expected a number, found {value!r}")
-    object.__setattr__(record, name, float(value))
+    if value is not None or not optional:
+        object.__setattr__(record, name, scalar(f"{type(record).__name__}.{name}", value, kind))
+
+
+def keep_tuple(record: object, name: str) -> None:
+    """Store the field as a tuple.
+
+    Raises:
+        RecordError: it is text, or nothing that has parts.
+    """
+    value = getattr(record, name)
+    if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
+        raise RecordError(f"{type(record).__name__}.{name}: expected a sequence, found {kind_of(value)}")
+    object.__setattr__(record, name, tuple(value))
 
 
 def check_text(record: object, name: str, *, optional: bool = False) -> None:
@@ -97,7 +136,7 @@ def check_text(record: object, name: str, *, optional: bool = False) -> None:
     label = f"{type(record).__name__}.{name}"
     if not isinstance(value, str) or not (value or optional):
         expected = "text or None" if optional else "text that is not empty"
-        raise RecordError(f"{label}: expected {expected}, found {value!r}")
+        raise RecordError(f"{label}: expected {expected}, found {shown(value)}")
     try:
         value.encode()
     except UnicodeEncodeError as error:
@@ -108,14 +147,22 @@ def check_scalar(label: str, value: object, kind: object) -> None:
     """Refuse a value that is not of this kind; an int is fine as a float, a bool never is a number."""
     allowed = {bool: (bool,), int: (int,), float: (int, float)}[kind]  # type: ignore[index]
     if not isinstance(value, allowed) or (isinstance(value, bool) and kind is not bool):
-        raise RecordError(f"{label}: expected {getattr(kind, '__name__', kind)}, found {value!r}")
+        raise RecordError(f"{label}: expected {getattr(kind, '__name__', kind)}, found {shown(value)}")
 
 
 def check_choice(label: str, value: object, choices: Iterable[str]) -> None:
     """Refuse a word that is not one of the choices."""
     known = tuple(choices)
     if not isinstance(value, str) or value not in known:
-        raise RecordError(f"{label}: expected one of {', '.join(known)}, found {value!r}")
+        raise RecordError(f"{label}: expected one of {', '.join(known)}, found {shown(value)}")
+
+
+def shown(value: object) -> str:
+    """A number or a word as it is, and of anything else its kind: errors hold no text and no long lists."""
+    if isinstance(value, str):
+        return repr(value) if _WORD.fullmatch(value) else f"a text of {len(value)} characters"
+    is_short = not isinstance(value, int) or value.bit_length() <= MAX_SHOWN_BITS
+    return repr(value) if isinstance(value, (NoneType, int, float)) and is_short else kind_of(value)
 
 
 def kind_of(value: object) -> str:

@@ -1,6 +1,7 @@
 """`Turn` and `Trajectory`: what an engine was asked and what it drew, one call at a time."""
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
@@ -13,17 +14,23 @@ from rlbatch.records.structure import (
     check_choice,
     check_ids,
     check_length,
-    check_scalar,
     check_text,
     freeze,
     freeze_experts,
-    keep_number,
+    keep_scalar,
+    keep_tuple,
     kind_of,
 )
 
 FinishReason: TypeAlias = Literal["stop", "length", "abort", "tool_calls"]
 
 FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort", "tool_calls")
+
+MAX_TURNS = 2**15
+"""Turns of a trajectory that an int16 of `Sample.turn` counts, from 0."""
+
+StopReason: TypeAlias = int | str
+"""The stop token's id or the stop string that ended a turn, as the engine said."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +42,12 @@ class VersionSpan:
     start: int
     stop: int
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.label, str):
+            raise RecordError(f"VersionSpan.label: expected text, found {kind_of(self.label)}")
+        keep_scalar(self, "start", int)
+        keep_scalar(self, "stop", int)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
@@ -42,6 +55,10 @@ class Usage:
 
     num_prompt_tokens: int | None = None
     num_completion_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        keep_scalar(self, "num_prompt_tokens", int, optional=True)
+        keep_scalar(self, "num_completion_tokens", int, optional=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -57,8 +74,8 @@ class Turn:
     raw_inference_logprobs: NDArray[np.float32] | None = None
     """[C] nats, of the model's own softmax at temperature 1, where the engine gave those instead."""
     finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None
-    """The stop token's id or the stop string, as the engine said."""
+    stop_reason: StopReason | None = None
+    """None where the engine said nothing: some do where the main EOS ended it."""
     policy_versions: tuple[VersionSpan, ...] = ()
     """Empty where the engine said nothing."""
     routed_experts: NDArray[np.integer] | None = None
@@ -88,13 +105,17 @@ class Turn:
         check_ids(self, "completion_token_ids")
         if self.finish_reason is not None:
             check_choice("Turn.finish_reason", self.finish_reason, FINISH_REASONS)
-        if not isinstance(self.provenance, Provenance):
-            raise RecordError(f"Turn.provenance: expected Provenance, found {kind_of(self.provenance)}")
+        check_stop_reason("Turn.stop_reason", self.stop_reason)
+        for name, kind in (("provenance", Provenance), ("usage", Usage)):
+            if not isinstance(getattr(self, name), kind):
+                found = kind_of(getattr(self, name))
+                raise RecordError(f"Turn.{name}: expected {kind.__name__}, found {found}")
+        keep_tuple(self, "policy_versions")
         _check_spans(self.policy_versions, num_tokens)
 
     def _check_routing(self, num_tokens: int) -> None:
+        keep_scalar(self, "routed_experts_start", int)
         start = self.routed_experts_start
-        check_scalar("Turn.routed_experts_start", start, int)
         most = len(self.prompt_token_ids) if self.routed_experts is not None else 0
         if not 0 <= start <= most:
             raise RecordError(f"Turn.routed_experts_start: expected 0 to {most}, found {start}")
@@ -113,24 +134,38 @@ class Trajectory:
     reward: float | None = None
     advantage: float = 0.0
     """Given to every sampled token; computed by the user's own code."""
-    metadata: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "turns", tuple(self.turns))
-        keep_number(self, "reward")
-        keep_number(self, "advantage")
-        object.__setattr__(self, "metadata", dict(self.metadata))
+        keep_tuple(self, "turns")
+        keep_scalar(self, "reward", float, optional=True)
+        keep_scalar(self, "advantage", float)
+        if math.isfinite(self.advantage) and abs(self.advantage) > float(np.finfo(np.float32).max):
+            raise RecordError(
+                f"Trajectory.advantage: expected a number that float32 holds, found {self.advantage}"
+            )
         check_text(self, "trajectory_id")
-        if not self.turns:
-            raise RecordError(f"Trajectory {self.trajectory_id!r}: expected at least one turn, found none")
+        check_text(self, "group_id", optional=True)
+        if not 1 <= len(self.turns) <= MAX_TURNS:
+            raise RecordError(
+                f"Trajectory {self.trajectory_id!r}: expected at least one turn and at most {MAX_TURNS}, "
+                f"found {len(self.turns)}"
+            )
         for turn in self.turns:
             if not isinstance(turn, Turn):
                 raise RecordError(f"Trajectory.turns: expected Turn, found {kind_of(turn)}")
 
 
+def check_stop_reason(label: str, value: object) -> None:
+    """Refuse what is no id, no text and not None."""
+    if value is not None and (isinstance(value, bool) or not isinstance(value, (int, str))):
+        raise RecordError(f"{label}: expected a token id, a stop string or None, found {kind_of(value)}")
+
+
 def _check_spans(spans: Iterable[VersionSpan], num_tokens: int) -> None:
     at = 0
     for span in spans:
+        if not isinstance(span, VersionSpan):
+            raise RecordError(f"Turn.policy_versions: expected VersionSpan, found {kind_of(span)}")
         if not at <= span.start < span.stop <= num_tokens:
             raise RecordError(
                 f"Turn.policy_versions: expected ordered half-open spans within {num_tokens} tokens, "

@@ -21,7 +21,7 @@ from rlbatch.soundness.members import (
     turn_prefix_broken,
 )
 from rlbatch.soundness.routing import routing_shapes_differ, routing_wrong
-from rlbatch.soundness.stops import bos_wrong, mask_drops_eos, stop_overrun
+from rlbatch.soundness.stops import bos_wrong, finish_mismatch, mask_drops_eos, stop_overrun
 from rlbatch.soundness.subject import Expectations, Members, Scratch, Subject
 from rlbatch.soundness.tokens import (
     advantage_not_finite,
@@ -43,6 +43,7 @@ CHECKS: tuple[Callable[[Subject], Iterator[Finding]], ...] = (
     mask_drops_eos,
     bos_wrong,
     stop_overrun,
+    finish_mismatch,
     routing_wrong,
     advantage_not_finite,
     temperature_contradicted,

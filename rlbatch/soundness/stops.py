@@ -6,11 +6,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlbatch.catalogue import finding
-from rlbatch.errors import Finding
+from rlbatch.errors import Finding, Where
+from rlbatch.records import Provenance, StopReason
 from rlbatch.soundness.subject import Subject
 
 _UNKNOWN = -1
 """No id."""
+
+ENGINES_THAT_SAY_WHY = ("vllm", "sglang")
+"""Their stop reason is empty only where the main EOS ended the turn."""
 
 
 def bos_wrong(subject: Subject) -> Iterator[Finding]:
@@ -80,6 +84,66 @@ def stop_overrun(subject: Subject) -> Iterator[Finding]:
             expected="nothing after the first stop token of a turn that ended with `stop`",
             found=f"{last - tokens[0]} tokens after the stop token at {first + tokens[0]}",
         )
+
+
+def finish_mismatch(subject: Subject) -> Iterator[Finding]:
+    """Trained turns that say they ended at a stop token and do not end with it."""
+    runs = subject.runs
+    last = subject.token_ids[runs.stop - 1]
+    # Most turns end with an EOS, and nothing else is said of why.
+    silent = [len(sample.stop_reasons) == sample.stop_reasons.count(None) for sample in subject.samples]
+    as_usual = _ended_by_eos(subject, last) & np.array(silent)[runs.sample]
+    for run in subject.trained_runs(_are_ends(subject) & ~as_usual):
+        sample, turn = subject.samples[int(runs.sample[run])], int(runs.turn[run])
+        if sample.finish_reasons[turn : turn + 1] != ("stop",):
+            continue
+        (reason,) = sample.stop_reasons[turn : turn + 1] or (None,)
+        where = subject.where_run(run, runs.stop[run : run + 1] - runs.start[run] - 1)
+        yield from lost_stop(int(last[run]), reason, subject.provenance_of(run), where)
+
+
+def lost_stop(
+    last: int | None, stop_reason: StopReason | None, how: Provenance, where: Where
+) -> Iterator[Finding]:
+    """What is wrong with the end of a turn whose finish reason is `stop`.
+
+    Args:
+        last: its last sampled id; None where there is none.
+        stop_reason: what the engine said of it.
+        how: says which ids end a turn.
+        where: its last token, for the finding.
+    """
+    if isinstance(stop_reason, str):
+        return
+    wanted = how.eos_token_ids if stop_reason is None else (stop_reason,)
+    if not wanted or last in wanted:
+        return
+    # Other engines leave the stop reason empty for stop strings too.
+    sure = stop_reason is not None or how.engine.casefold() in ENGINES_THAT_SAY_WHY
+    yield finding(
+        "finish-mismatch",
+        severity="error" if sure else "warning",
+        where=where,
+        expected=f"a turn that ended with `stop` to end with stop token {' or '.join(map(str, wanted))}",
+        found="no token" if last is None else f"id {last}",
+    )
+
+
+def _are_ends(subject: Subject) -> NDArray[np.bool_]:
+    """[G]; True = the run is the last one of its turn, and what stopped the turn was kept."""
+    runs = subject.runs
+    ends = np.array([bool(sample.stop_reasons) for sample in subject.samples])[runs.sample]
+    ends[:-1] &= (runs.sample[:-1] != runs.sample[1:]) | (runs.turn[:-1] != runs.turn[1:])
+    return ends
+
+
+def _ended_by_eos(subject: Subject, last: NDArray[np.int32]) -> NDArray[np.bool_]:
+    """[G]; True = the last id of the run is an EOS of its own provenance, or nobody says which those are."""
+    ended = np.zeros(len(last), np.bool_)
+    for index, each in enumerate(subject.provenances):
+        own = subject.runs.provenance == index
+        ended[own] = np.isin(last[own], each.eos_token_ids) if each.eos_token_ids else True
+    return ended
 
 
 def _bos_of_samples(subject: Subject) -> NDArray[np.int64]:

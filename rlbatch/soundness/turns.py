@@ -1,4 +1,4 @@
-"""`check_sound_trajectory`: what a turn shows that no sample keeps: usage, text, why it stopped.
+"""`check_sound_trajectory`: what a turn shows by itself: usage and text, which no sample keeps, and its end.
 
 It belongs between `parse_response` and `to_samples`. Knows no tokenizer but the `decode` that it is given.
 """
@@ -17,15 +17,13 @@ from rlbatch.engines.lengths import MIN_PLACEHOLDERS
 from rlbatch.errors import Finding, RecordError, SoundnessError, Where
 from rlbatch.records import Trajectory, Turn
 from rlbatch.records.structure import kind_of
+from rlbatch.soundness.stops import lost_stop
 
 Decode: TypeAlias = Callable[[list[int]], str]
 """Ids to text, such as a tokenizer's `decode`; special tokens may be in it or not."""
 
 MAX_EXPANSIONS = 8
 """How often one place may have been expanded to be taken for it."""
-
-ENGINES_THAT_SAY_WHY = ("vllm", "sglang")
-"""Their `stop_reason` is empty only where the main EOS ended the turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,21 +128,8 @@ def _num_placeholders(turn: Turn) -> int:
 
 def _finish(ended: _Ended) -> Iterator[Finding]:
     """A turn that ended with `stop`, and not with the token that says so."""
-    turn, eos = ended.turn, ended.turn.provenance.eos_token_ids
-    if turn.finish_reason != "stop" or isinstance(turn.stop_reason, str):
-        return
-    wanted = (turn.stop_reason,) if turn.stop_reason is not None else eos
-    if not wanted or ended.last in wanted:
-        return
-    # Other engines leave stop_reason empty for stop strings too.
-    sure = turn.stop_reason is not None or turn.provenance.engine.casefold() in ENGINES_THAT_SAY_WHY
-    yield finding(
-        "finish-mismatch",
-        severity="error" if sure else "warning",
-        where=ended.where_last(),
-        expected=f"a turn that ended with `stop` to end with stop token {' or '.join(map(str, wanted))}",
-        found="no token" if ended.last is None else f"id {ended.last}",
-    )
+    if ended.turn.finish_reason == "stop":
+        yield from lost_stop(ended.last, ended.turn.stop_reason, ended.turn.provenance, ended.where_last())
 
 
 def _stop_added(ended: _Ended) -> Iterator[Finding]:

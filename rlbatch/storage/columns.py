@@ -10,15 +10,17 @@
 
     media              the pictures' arrays of each sample, see `media.py`
 
-Text is UTF-8 in ragged uint8 columns. `provenances` and `finish_reasons` are ragged columns of indices, one a
-turn, into the distinct values that the metadata holds as JSON.
+Text is UTF-8 in ragged uint8 columns. `provenances`, `finish_reasons` and `stop_reasons` are ragged columns
+of indices, one a turn, into the distinct values that the metadata holds as JSON; the last are absent where no
+sample has any.
 
 Knows records and arrays; knows nothing of files.
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from types import NoneType
 from typing import Any, cast
 
 import numpy as np
@@ -32,6 +34,7 @@ from rlbatch.records import (
     Provenance,
     Sample,
     SamplingParams,
+    StopReason,
 )
 from rlbatch.storage.format import Schema, load_json
 from rlbatch.storage.media import MEDIA, MEDIA_KINDS, encode_media
@@ -55,7 +58,11 @@ class Column:
     """A run of values a sample; `<name>.offsets` has the boundaries."""
     nullable: bool = False
     """None is possible; `<name>.present` says where it is not."""
+    optional: bool = False
+    """Absent where no sample has any, as in shards of earlier releases."""
 
+
+STOP_REASONS = "stop_reasons"
 
 COLUMNS = (
     Column(name="sample_id", dtype=np.dtype(np.uint8), ragged=True),
@@ -66,6 +73,7 @@ COLUMNS = (
     Column(name="num_siblings", dtype=np.dtype(np.int64)),
     Column(name="provenances", dtype=np.dtype(np.int32), ragged=True),
     Column(name="finish_reasons", dtype=np.dtype(np.int32), ragged=True),
+    Column(name=STOP_REASONS, dtype=np.dtype(np.int32), ragged=True, optional=True),
 )
 
 
@@ -101,9 +109,11 @@ def _specs() -> Iterator[ArraySpec]:
             )
     for column in COLUMNS:
         extent = f"{column.name}.offsets" if column.ragged else PER_SAMPLE
-        yield ArraySpec(name=column.name, dtype=column.dtype, extent=extent)
+        yield ArraySpec(name=column.name, dtype=column.dtype, extent=extent, optional=column.optional)
         if column.ragged:
-            yield ArraySpec(name=extent, dtype=np.dtype(np.int64), extent=PER_BOUNDARY)
+            yield ArraySpec(
+                name=extent, dtype=np.dtype(np.int64), extent=PER_BOUNDARY, optional=column.optional
+            )
         if column.nullable:
             yield ArraySpec(name=f"{column.name}.present", dtype=np.dtype(np.bool_), extent=PER_SAMPLE)
     boundaries = f"{EXPERTS}.offsets"
@@ -127,10 +137,8 @@ class Encoded:
 
     arrays: tuple[tuple[str, NDArray[Any]], ...]
     """Name and values, one-dimensional and contiguous."""
-    provenances: str
-    """JSON list of the distinct ones, each an object of its fields."""
-    finish_reasons: str
-    """JSON list of the distinct ones: text or null."""
+    documents: Mapping[str, str]
+    """`provenances`, `finish_reasons` and perhaps `stop_reasons`: each a JSON list of the distinct ones."""
 
 
 def encode(samples: Sequence[Sample]) -> Encoded:
@@ -138,6 +146,13 @@ def encode(samples: Sequence[Sample]) -> Encoded:
     offsets = _boundaries([len(sample) for sample in samples])
     provenances, provenance_list = _indexed([sample.provenances for sample in samples], provenance_text)
     finish_reasons, finish_reason_list = _indexed([sample.finish_reasons for sample in samples], json.dumps)
+    documents = {"provenances": provenance_list, "finish_reasons": finish_reason_list}
+    stop_arrays: list[tuple[str, NDArray[Any]]] = []
+    if any(sample.stop_reasons for sample in samples):
+        stop_reasons, documents[STOP_REASONS] = _indexed(
+            [sample.stop_reasons for sample in samples], json.dumps
+        )
+        stop_arrays += _ragged(STOP_REASONS, stop_reasons)
     rewards = [sample.reward for sample in samples]
     arrays = [
         ("offsets", offsets),
@@ -152,10 +167,11 @@ def encode(samples: Sequence[Sample]) -> Encoded:
         ("num_siblings", np.array([sample.num_siblings for sample in samples], np.int64)),
         *_ragged("provenances", provenances),
         *_ragged("finish_reasons", finish_reasons),
+        *stop_arrays,
         *_routed_experts(samples),
         *_media(samples),
     ]
-    return Encoded(arrays=tuple(arrays), provenances=provenance_list, finish_reasons=finish_reason_list)
+    return Encoded(arrays=tuple(arrays), documents=documents)
 
 
 def provenance_text(provenance: Provenance) -> str:
@@ -182,6 +198,18 @@ def read_finish_reasons(text: str) -> tuple[FinishReason | None, ...]:
     if not isinstance(reasons, list) or not all(reason in (None, *FINISH_REASONS) for reason in reasons):
         raise ValueError(f"not a list of nulls and {', '.join(FINISH_REASONS)}")
     return cast(tuple[FinishReason | None, ...], tuple(reasons))
+
+
+def read_stop_reasons(text: str) -> tuple[StopReason | None, ...]:
+    """The stop reasons of a document, in order.
+
+    Raises:
+        ValueError: not a list of ids, texts and nulls.
+    """
+    reasons = load_json(text)
+    if not isinstance(reasons, list) or not all(type(reason) in (int, str, NoneType) for reason in reasons):
+        raise ValueError("not a list of ids, texts and nulls")
+    return tuple(reasons)
 
 
 def _provenance(fields: dict[str, Any]) -> Provenance:

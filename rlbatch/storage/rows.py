@@ -11,8 +11,14 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from rlbatch.records import TOKEN_FIELDS, FinishReason, MediaArray, Provenance
-from rlbatch.storage.columns import EXPERT_COLUMNS, EXPERT_DTYPES_BY_SIZE, EXPERTS, TEXT_ENCODING
+from rlbatch.records import TOKEN_FIELDS, FinishReason, MediaArray, Provenance, StopReason
+from rlbatch.storage.columns import (
+    EXPERT_COLUMNS,
+    EXPERT_DTYPES_BY_SIZE,
+    EXPERTS,
+    STOP_REASONS,
+    TEXT_ENCODING,
+)
 from rlbatch.storage.media import MEDIA, MEDIA_KINDS, decode_media
 
 T = TypeVar("T")
@@ -30,6 +36,8 @@ class Contents:
     provenances: tuple[Provenance, ...]
     """The distinct ones."""
     finish_reasons: tuple[FinishReason | None, ...]
+    """The distinct ones."""
+    stop_reasons: tuple[StopReason | None, ...]
     """The distinct ones."""
 
     def fields(self, indices: NDArray[np.int64]) -> dict[str, Sequence[Any]]:
@@ -53,6 +61,7 @@ class Contents:
             "num_siblings": self.arrays["num_siblings"][indices].tolist(),
             "provenances": self._chosen("provenances", self.provenances, indices),
             "finish_reasons": self._chosen("finish_reasons", self.finish_reasons, indices),
+            "stop_reasons": self._stop_reasons(indices),
         }
 
     def texts(self, name: str, indices: NDArray[np.int64]) -> list[str]:
@@ -97,6 +106,11 @@ class Contents:
                 made[named] = tuple(distinct[at] for at in named)
             chosen.append(made[named])
         return chosen
+
+    def _stop_reasons(self, indices: NDArray[np.int64]) -> Sequence[tuple[StopReason | None, ...]]:
+        if STOP_REASONS not in self.arrays:
+            return [()] * len(indices)
+        return self._chosen(STOP_REASONS, self.stop_reasons, indices)
 
     def _routed_experts(
         self, indices: NDArray[np.int64], spans: Sequence[_Span]

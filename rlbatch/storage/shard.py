@@ -26,8 +26,10 @@ from rlbatch.storage.columns import (
     PER_BOUNDARY,
     PER_SAMPLE,
     SAMPLES,
+    STOP_REASONS,
     read_finish_reasons,
     read_provenances,
+    read_stop_reasons,
 )
 from rlbatch.storage.derived import Derived, derive
 from rlbatch.storage.files import reason, refusal, unusable
@@ -38,6 +40,7 @@ from rlbatch.storage.rows import Contents
 _TOKEN_ARRAYS = frozenset({EXPERTS, MEDIA, *(spec.name for spec in TOKEN_FIELDS)})
 _TOGETHER = (
     frozenset({EXPERTS, f"{EXPERTS}.offsets", *EXPERT_COLUMNS}),
+    frozenset({STOP_REASONS, f"{STOP_REASONS}.offsets"}),
     frozenset({MEDIA, f"{MEDIA}.offsets", MEDIA_KINDS, f"{MEDIA_KINDS}.offsets"}),
 )
 """Arrays that come all or not at all."""
@@ -300,11 +303,12 @@ def _contents(path: Path, metadata: Mapping[str, str], arrays: Mapping[str, NDAr
             arrays=arrays,
             provenances=read_provenances(metadata["provenances"]),
             finish_reasons=read_finish_reasons(metadata["finish_reasons"]),
+            stop_reasons=read_stop_reasons(metadata.get(STOP_REASONS, "[]")),
         )
     except (ValueError, TypeError, LookupError) as error:
         raise refusal(
             "schema-unknown",
             path,
-            expected="provenances and finish reasons as this release knows them",
+            expected="provenances, finish reasons and stop reasons as this release knows them",
             found=shown(str(error)),
         ) from error

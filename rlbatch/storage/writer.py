@@ -164,8 +164,7 @@ def _write(path: Path, samples: Sequence[Sample]) -> None:
         raise _refuse(path, "at least one sample", "none", fix="write no shard where there are no samples")
     encoded = encode(samples)
     arrays = order(encoded.arrays)
-    documents = {"provenances": encoded.provenances, "finish_reasons": encoded.finish_reasons}
-    header = render_header(path, arrays, schema=SAMPLES, documents=documents)
+    header = render_header(path, arrays, schema=SAMPLES, documents=encoded.documents)
     write_atomically(path, [header, *(values for _, values in arrays)])
 
 
