@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from rlbatch.alignment.evidence import Evidence
 from rlbatch.alignment.families import FAMILIES, Seen
-from rlbatch.alignment.limits import LOOK_ELEMENTS
 from rlbatch.alignment.logits import WINDOW_TOKENS, require_same_rows
+from rlbatch.alignment.subtle_limits import LOOK_ELEMENTS
 from rlbatch.errors import Where
 
 Values = NDArray[np.float64]

@@ -5,7 +5,7 @@ import torch
 from numpy.typing import NDArray
 
 from rlbatch.alignment.evidence import Evidence
-from rlbatch.alignment.limits import (
+from rlbatch.alignment.subtle_limits import (
     AFTERMATH_FACTOR,
     AFTERMATH_TOKENS,
     AFTERMATH_WIDTHS,
