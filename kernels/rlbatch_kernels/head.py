@@ -30,11 +30,11 @@ call, which is much beside its bfloat16 products and little beside float32 ones.
 HIDDEN_BYTES = 2**22
 """A tile of hidden states is taller than TOKEN_TILE only within this: 4 MiB."""
 
-VOCAB_TILE = 2048
-"""Columns of a tile: 4 MiB of float32 logits, or 8 MiB of bfloat16 ones in the tallest."""
+VOCAB_TILE = 1024
+"""Columns of a tile: 2 MiB of float32 logits, or 4 MiB of bfloat16 ones in the tallest. Wider is no faster."""
 
-WIDENED_ELEMENTS = 2**20
-"""A tile of weights that must be widened has at most so many elements: 4 MiB."""
+WIDENED_ELEMENTS = 2**19
+"""A tile of weights that must be widened has at most so many elements: 2 MiB, and as much again in a GEMM."""
 
 WriteGradient: TypeAlias = Callable[[Tensor, slice, slice, Tensor], None]
 """(logits [n, v], rows, columns, out [n, v]): the gradient of the loss to them; may overwrite the logits,
