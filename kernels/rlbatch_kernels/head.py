@@ -31,7 +31,7 @@ HIDDEN_BYTES = 2**22
 """A tile of hidden states is taller than TOKEN_TILE only within this: 4 MiB."""
 
 VOCAB_TILE = 1024
-"""Columns of a tile: 2 MiB of float32 logits, or 4 MiB of bfloat16 ones in the tallest. Wider is no faster."""
+"""Columns of a tile: 2 MiB of float32 logits, or 4 MiB of bfloat16 ones in the tallest."""
 
 WIDENED_ELEMENTS = 2**19
 """A tile of weights that must be widened has at most so many elements: 2 MiB, and as much again in a GEMM."""

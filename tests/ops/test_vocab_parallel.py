@@ -14,7 +14,7 @@ from torch import Tensor, multiprocessing
 
 from rlbatch_kernels import GroupError, ShapeError, VocabGroup, linear_logprobs, token_logprobs
 
-# By world. The last rank of three holds one column, and no token of the batch has its target there.
+# By number of ranks. The last rank of three holds one column, and no token of the batch has its target there.
 SIZES = {2: (600, 403), 3: (500, 502, 1)}
 VOCAB_SIZE = 1003
 # First and last column of every shard but the one without targets, and some inside.
@@ -138,18 +138,28 @@ def rounded_bits(group: VocabGroup) -> bool:
     return bool((linear - token).abs().max() <= 5e-6) and torch.equal(*grads)
 
 
-def rank_main(rank: int, world: int, folder: Path) -> None:
+def rank_main(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=world)
-    group = VocabGroup.of(dist.group.WORLD, SIZES[world][rank], device="cpu")
+    num_ranks = max(SIZES)
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=num_ranks)
+    for world, sizes in SIZES.items():
+        # Every process must take part in making a group, members or not.
+        processes = dist.new_group(list(range(world)))
+        if rank < world:
+            group = VocabGroup.of(processes, sizes[rank], device="cpu")
+            torch.save(answer_of(group), folder / f"{rank} of {world}.pt")
+    dist.destroy_process_group()
+
+
+def answer_of(group: VocabGroup) -> dict[Any, Any]:
+    """All that one rank of a group computes."""
     answer: dict[Any, Any] = {cap: sharded(group, cap) for cap in SOFT_CAPS}
     answer["poisoned"] = poisoned(group)
     answer["bits"] = same_bits(group)
     answer["rounded"] = rounded_bits(group)
     answer["refusals"] = refusals(group)
     answer["facts"] = (group.vocab_size, group.first_column)
-    torch.save(answer, folder / f"{rank}.pt")
-    dist.destroy_process_group()
+    return answer
 
 
 def poisoned(group: VocabGroup) -> Tensor:
@@ -162,12 +172,18 @@ def poisoned(group: VocabGroup) -> Tensor:
     return token_logprobs(logits, ids, temperature=1.0, mask=mask, group=group)
 
 
-@pytest.fixture(scope="module", params=[2, 3])
-def answers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
-    """What each rank of a world computed."""
-    folder = tmp_path_factory.mktemp(f"world{request.param}")
-    multiprocessing.spawn(rank_main, args=(request.param, folder), nprocs=request.param)
-    return [torch.load(folder / f"{rank}.pt") for rank in range(request.param)]
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder where each rank of each group has saved what it computed."""
+    folder = tmp_path_factory.mktemp("ranks")
+    multiprocessing.spawn(rank_main, args=(folder,), nprocs=max(SIZES))
+    return folder
+
+
+@pytest.fixture(params=SIZES)
+def answers(request: pytest.FixtureRequest, saved: Path) -> list[dict[Any, Any]]:
+    """What each rank of a group computed."""
+    return [torch.load(saved / f"{rank} of {request.param}.pt") for rank in range(request.param)]
 
 
 @pytest.mark.parametrize("soft_cap", SOFT_CAPS)
