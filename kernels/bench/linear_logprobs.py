@@ -94,6 +94,20 @@ def prime_rl(problem: Problem) -> harness.Case:
     return lambda: head(problem.hidden.unsqueeze(0), ids, temperature)["logprobs"]
 
 
+def cut_cross_entropy(problem: Problem) -> harness.Case:
+    from cut_cross_entropy import linear_cross_entropy
+
+    def run() -> Tensor:
+        # It has no temperature. The kernels are for CUDA; this is its path for the CPU.
+        scaled = problem.hidden / TEMPERATURE
+        loss: Tensor = linear_cross_entropy(
+            scaled, problem.weight, problem.ids, reduction="none", impl="torch_compile"
+        )
+        return -loss
+
+    return run
+
+
 def transient_mib() -> float | None:
     problem = Problem(MEMORY_SHAPE, torch.bfloat16)
     # Once before: which tiles may be tall is tried at the first call of a shape.
@@ -135,7 +149,15 @@ def both_ways(shape: tuple[int, int, int], runs: int) -> tuple[dict[str, float],
     )
     figures = {"fwd_bwd_multiple": harness.ratio(times, "ours, both ways", "GEMM ")}
     figures |= {f"vs_{name}": harness.ratio(times, f"{name}, both ways", "ours, both ways") for name in peers}
+    ours, theirs = (beyond_gradients(problem, cases[name]) for name in ("ours", "cut_cross_entropy"))
+    figures["peak_fraction_of_cut_cross_entropy"] = ours / theirs if ours and theirs else None
     return times, figures
+
+
+def beyond_gradients(problem: Problem, case: harness.Case | None) -> float | None:
+    """MiB at the peak of forward and backward, less the gradients themselves."""
+    peak = case and harness.peak_mib(problem.with_backward(case))
+    return peak and peak - (problem.hidden.nbytes + problem.weight.nbytes) / 2**20
 
 
 def single_precision(
@@ -157,7 +179,13 @@ def single_precision(
     return times, figures
 
 
-PEERS = {"trl": trl, "verl": verl, "prime_rl": prime_rl, "liger": liger}
+PEERS = {
+    "trl": trl,
+    "verl": verl,
+    "prime_rl": prime_rl,
+    "liger": liger,
+    "cut_cross_entropy": cut_cross_entropy,
+}
 
 
 def main() -> None:
