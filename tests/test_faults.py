@@ -100,3 +100,24 @@ def test_faults_know_no_checks():
     }
     ours = {name for name in imported if name.startswith("rlbatch") and "faults" not in name}
     assert ours == {"rlbatch.errors", "rlbatch.records"}
+
+
+def test_a_rule_among_lags_leaves_prompt_and_mask_and_moves_two_rows_at_least():
+    rows = [made(), other(), other()]
+    planted = FAULTS["shifted-by-rule"].plant(rows, np.random.default_rng(0))
+    lags = []
+    for old, new in zip(rows, planted, strict=True):
+        assert np.array_equal(old.loss_mask, new.loss_mask)
+        assert np.array_equal(old.turn, new.turn)
+        first, values = int(np.flatnonzero(old.turn >= 0)[0]), old.inference_logprobs
+        fits = [
+            lag
+            for lag in range(-3, 4)
+            if np.array_equal(
+                new.inference_logprobs[first + max(0, -lag) : len(new) - max(0, lag)],
+                values[first + max(0, lag) : len(new) - max(0, -lag)],
+            )
+        ]
+        lags += fits
+    # The prompts are 3, 4 and 4 tokens long: with this seed that is what the lags follow.
+    assert [abs(lag) for lag in lags] == [0, 1, 1]

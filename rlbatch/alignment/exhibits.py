@@ -15,9 +15,9 @@ from torch import Tensor
 
 from rlbatch.alignment.evidence import Evidence
 from rlbatch.alignment.families import FAMILIES
-from rlbatch.alignment.limits import LOOK_ELEMENTS
 from rlbatch.alignment.logits import WINDOW_TOKENS, require_finite, require_same_rows
 from rlbatch.alignment.seen import Seen
+from rlbatch.alignment.subtle_limits import LOOK_ELEMENTS
 from rlbatch.errors import Where
 from rlbatch_kernels import token_logprobs
 

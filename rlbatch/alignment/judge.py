@@ -16,11 +16,12 @@ from rlbatch.alignment.exhibits import Exhibit, exhibit_of
 from rlbatch.alignment.hypotheses.passes import passes_differ, passes_disagree
 from rlbatch.alignment.inquiry import Inquiry
 from rlbatch.alignment.kept_sets import outside, outside_finding
-from rlbatch.alignment.limits import COMPANY_MIN, COMPANY_SHARE, LOOK_TURN_TOKENS, Limits
+from rlbatch.alignment.limits import COMPANY_MIN, COMPANY_SHARE, Limits
 from rlbatch.alignment.logits import LogitsFor
 from rlbatch.alignment.measure import COLUMN, Measured
 from rlbatch.alignment.pools import Pool
 from rlbatch.alignment.scene import place_of
+from rlbatch.alignment.subtle_limits import LOOK_TURN_TOKENS
 from rlbatch.batch import Batch
 from rlbatch.catalogue import finding
 from rlbatch.errors import Finding, Where

@@ -14,8 +14,9 @@ from rlbatch.alignment.hypotheses.distributions import distribution_finding, oth
 from rlbatch.alignment.hypotheses.passes import trainer_fault
 from rlbatch.alignment.hypotheses.prefix import prefix_differs
 from rlbatch.alignment.inquiry import Inquiry
-from rlbatch.alignment.limits import (
-    LEFT_MOST,
+from rlbatch.alignment.limits import LEFT_MOST
+from rlbatch.alignment.measure import COLUMN
+from rlbatch.alignment.subtle_limits import (
     LOOK_BEGINNING_FACTOR,
     LOOK_BEGINNING_MEAN,
     LOOK_MEAN,
@@ -24,7 +25,6 @@ from rlbatch.alignment.limits import (
     LOOK_TOKENS,
     LOOK_TURN_TOKENS,
 )
-from rlbatch.alignment.measure import COLUMN
 from rlbatch.errors import Finding
 
 

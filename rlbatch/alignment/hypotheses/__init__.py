@@ -27,14 +27,8 @@ from rlbatch.alignment.hypotheses.values import (
     trainer_positive,
     zero_filled,
 )
-from rlbatch.alignment.limits import (
-    FAMILY_SINGLE_SHARE,
-    LOOK_TOKENS,
-    OUTLIER_FACTOR,
-    OUTLIER_LEAST,
-    OUTLIER_MOST,
-    SUSPECT_MEAN,
-)
+from rlbatch.alignment.limits import OUTLIER_FACTOR, OUTLIER_LEAST, OUTLIER_MOST, SUSPECT_MEAN
+from rlbatch.alignment.subtle_limits import FAMILY_SINGLE_SHARE, LOOK_TOKENS
 from rlbatch.errors import Finding
 from rlbatch_kernels import RESIDUAL_CLIP
 

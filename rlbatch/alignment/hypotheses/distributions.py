@@ -9,7 +9,8 @@ import numpy as np
 
 from rlbatch.alignment.exhibits import Exhibit
 from rlbatch.alignment.families import FAMILIES, Family
-from rlbatch.alignment.limits import (
+from rlbatch.alignment.limits import LAG_ACCEPTED_SHARE
+from rlbatch.alignment.subtle_limits import (
     DIVISOR_COST,
     DIVISOR_NEAR_ONE,
     FAMILY_HOPELESS_SHARE,
@@ -23,7 +24,6 @@ from rlbatch.alignment.limits import (
     FAMILY_SLOPE,
     FAMILY_SLOPE_ERRORS,
     FAMILY_SLOPE_MOST,
-    LAG_ACCEPTED_SHARE,
 )
 from rlbatch.alignment.tournament import Fit, fit
 from rlbatch.catalogue import finding

@@ -6,7 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlbatch.alignment.exhibits import Exhibit
-from rlbatch.alignment.limits import AGAIN_MEAN, LAG_ACCEPTED_SHARE, LEFT_MOST
+from rlbatch.alignment.limits import LAG_ACCEPTED_SHARE, LEFT_MOST
+from rlbatch.alignment.subtle_limits import AGAIN_MEAN
 from rlbatch.catalogue import finding
 from rlbatch.errors import Finding, Where
 from rlbatch_kernels import RESIDUAL_CLIP

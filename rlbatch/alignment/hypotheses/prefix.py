@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlbatch.alignment.exhibits import Exhibit, joined
-from rlbatch.alignment.limits import (
-    OUTLIER_TOKEN,
+from rlbatch.alignment.limits import OUTLIER_TOKEN, ZERO_NOISY
+from rlbatch.alignment.subtle_limits import (
     PREFIX_BETWEEN,
     PREFIX_EARLY,
     PREFIX_FACTOR,
@@ -26,7 +26,6 @@ from rlbatch.alignment.limits import (
     PREFIX_WIDTHS,
     SPAN_LOUD,
     UNSURE_BELOW,
-    ZERO_NOISY,
 )
 from rlbatch.alignment.tournament import WIDTH_FLOOR, widths
 from rlbatch.catalogue import finding

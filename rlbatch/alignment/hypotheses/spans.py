@@ -6,12 +6,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlbatch.alignment.evidence import Evidence
-from rlbatch.alignment.limits import (
+from rlbatch.alignment.limits import GROSS_TRIMMED_SHARE, OUTLIER_TOKEN, ZERO_NOISY
+from rlbatch.alignment.subtle_limits import (
     CACHE_BLOCK,
     CACHE_MIN_TOKENS,
     DECAY_FACTOR,
-    GROSS_TRIMMED_SHARE,
-    OUTLIER_TOKEN,
     RUBBISH_MEAN,
     SPAN_FACTOR,
     SPAN_LOUD,
@@ -25,7 +24,6 @@ from rlbatch.alignment.limits import (
     VERSION_FACTOR,
     VERSION_MIN_TOKENS,
     VERSION_SHARE,
-    ZERO_NOISY,
 )
 from rlbatch.alignment.tournament import WIDTH_FLOOR, widths
 from rlbatch.catalogue import finding

@@ -5,7 +5,7 @@ import torch
 from numpy.typing import NDArray
 
 from rlbatch.alignment.evidence import Evidence
-from rlbatch.alignment.limits import (
+from rlbatch.alignment.subtle_limits import (
     AFTERMATH_FACTOR,
     AFTERMATH_TOKENS,
     AFTERMATH_WIDTHS,
@@ -26,7 +26,7 @@ from rlbatch.alignment.limits import (
     SLOT_WIDTHS,
     SPAN_QUIET,
 )
-from rlbatch.alignment.tournament import widths
+from rlbatch.alignment.tournament import WIDTH_FLOOR, widths
 from rlbatch.catalogue import finding
 from rlbatch.errors import Finding
 
@@ -76,12 +76,15 @@ def has_aftermath(evidence: Evidence, bad: NDArray[np.intp]) -> bool:
     after = np.zeros(len(rest), bool)
     after[reached[reached < len(rest)]] = True
     after &= evidence.usable
+    if rest.any() and evidence.at_zero()[rest].mean() <= SLOT_NOISY:
+        # Without noise the others there say it clearly, and two bad tokens may be neighbours by chance.
+        after[bad] = False
     if not after.any() or not rest.any():
         return False
     scaled = evidence.at_zero() / widths(np.where(evidence.usable, evidence.trainer, 0.0))
-    usual = float(scaled[rest].mean())
-    loud = np.minimum(scaled[after], AFTERMATH_WIDTHS * usual).mean()
-    return bool(loud >= AFTERMATH_FACTOR * np.minimum(scaled[rest], AFTERMATH_WIDTHS * usual).mean())
+    most = AFTERMATH_WIDTHS * max(float(scaled[rest].mean()), WIDTH_FLOOR)
+    loud, usual = (float(np.minimum(scaled[part], most).mean()) for part in (after, rest))
+    return loud >= AFTERMATH_FACTOR * usual + WIDTH_FLOOR
 
 
 def _apart_from(evidence: Evidence, bad: NDArray[np.intp]) -> NDArray[np.bool_]:

@@ -1,0 +1,136 @@
+"""The numbers by which subtle causes are told from noise and from each other, each with its reason."""
+
+LOOK_MEAN = 0.008
+"""Mean |log_ratio| over the turns of one provenance, nats, from which they are worth a look together.
+
+Engines in bf16 leave 0.002 to 0.005; top-p 0.95 renormalised
+moves a token by 0.015 on average, temperature 0.9 by 0.035.
+"""
+LOOK_SIDED_MEAN, LOOK_SIDED_SHARE = 0.003, 0.6
+"""The same where so much of it is on one side: noise goes both ways, a renormalised set lifts all tokens."""
+LOOK_BEGINNING_MEAN, LOOK_BEGINNING_FACTOR = 0.003, 1.7
+"""The same of the first windows, and that over the mean of later ones: bf16 leaves 1.2."""
+LOOK_TOKENS = 4096
+"""Tokens of one provenance that are looked at together: at a KLD of 0.028 they settle every subtle cause."""
+LOOK_ELEMENTS = 2**27
+"""The same in logits: 1,000 tokens at a vocabulary of 130,000."""
+LOOK_TURN_TOKENS = 256
+"""Of them from one turn at most, so that many turns are heard."""
+
+FAMILY_MIN_GAIN = 22.0
+"""Log likelihood ratio, nats, that an explanation must have over what is stated, its parameter paid for."""
+FAMILY_MIN_MARGIN = 6.0
+"""The same over the next cause."""
+FAMILY_MARGIN_SHARE = 0.03
+"""And at least this share of the gain: no grid and no noise model is exact."""
+FAMILY_SIMPLER = 3.0
+"""Nats by which a later family must beat an earlier, simpler one."""
+FAMILY_PARAMETER = 8.0
+"""Nats that a parameter costs, as it is chosen from many."""
+FAMILY_OLD_SHARE = 0.1
+"""Share of the differences that it may leave of older data, which other weights have moved as well."""
+FAMILY_SINGLE_SHARE = 0.6
+"""The same where one turn is all there is to go by."""
+DIVISOR_NEAR_ONE, DIVISOR_COST = 0.12, 0.15
+"""A divisor this near 1 says temperature 1, less what noise takes from the trainer; and its cost in gain.
+
+Planted temperatures at a KLD of 0.028: a divisor of 1.05 then gains 2 % more than the true temperature 1.
+"""
+FAMILY_HOPELESS_SHARE = 0.75
+"""Share of the differences in the first tokens of a turn that every family leaves where none will explain it.
+
+Rows of other tokens, and rows with zeros in them, leave 0.84 and more; what explains a turn leaves 0.6.
+"""
+FAMILY_SLOPE, FAMILY_SLOPE_ERRORS, FAMILY_SLOPE_MOST = 0.05, 3.0, 0.35
+"""Differences over those predicted are 1 where it holds, within 0.05 and three standard errors."""
+FAMILY_MIN_INFORMATIVE = 8
+"""Tokens that the explanation must move."""
+
+AGAIN_MEAN = 0.03
+"""Mean |difference| of two passes of the trainer, nats, from which they disagree: bf16 leaves under 0.005."""
+
+SPAN_MIN_GAIN = 30.0
+"""Log likelihood ratio, nats, of two sizes of differences in one turn over one: the place is chosen too."""
+SPAN_NOISY_MIN_GAIN = 45.0
+"""The same in a noisy run: at a KLD of 0.028 one clean row in some thousands reaches 30."""
+SPAN_FACTOR = 3.0
+"""Loud over quiet, in widths: bf16 noise grows by 2.3 over 400 tokens."""
+SPAN_WIDTHS = 4.0
+"""Most that one token adds to either, in widths."""
+SPAN_LOUD = 0.06
+"""Mean |log_ratio|, in nats and in widths, below which no stretch is loud."""
+SPAN_QUIET = 0.2
+"""The same above which no stretch is quiet: a KLD of 0.028 leaves 0.15."""
+RUBBISH_MEAN = 1.8
+"""Mean clipped |log_ratio|, nats, of values that are of no weights at all."""
+TAIL_TOKENS = 15
+"""Longest run at the end of a turn that counts as its last tokens."""
+TAIL_MIN_TOKENS = 2
+TAIL_SHARE = 0.6
+"""Tokens of such a run that are rubbish, at least, and their share of it."""
+CACHE_BLOCK = 16
+"""Tokens of a block of an engine's prefix cache; vLLM's default."""
+CACHE_MIN_TOKENS = 6
+"""Tokens of a span that may be told by where it ends."""
+VERSION_MIN_TOKENS = 16
+"""Tokens on either side of a change of weights."""
+VERSION_FACTOR, VERSION_SHARE = 2.0, 0.25
+"""Each half of what other weights drew over the rest, in widths; and the share of its tokens so far off."""
+DECAY_FACTOR = 2.0
+"""First half of a loud beginning over its second half: a prefix that differs is forgotten."""
+PREFIX_WIDTHS = 6.0
+"""Most that one token adds to what a profile says, times the mean of those that are not early."""
+PREFIX_EARLY, PREFIX_LATE, PREFIX_STOP = 8, 24, 96
+"""Tokens of a turn that are early, from which they are late, and up to which they are compared."""
+PREFIX_FACTOR, PREFIX_MIN_GAIN = 2.5, 20.0
+"""Early over late, in widths, and the log likelihood ratio, nats, of two sizes over one.
+
+Clean pools of two to thirty turns reached 3.2 and 13, or 1.7 and 34, never both; a prompt without its first
+token leaves 3 to 7 in float32 and bf16.
+"""
+PREFIX_NOISY_FACTOR, PREFIX_NOISY_MIN_GAIN = 1.5, 22.0
+"""The same in a noisy run: at a KLD of 0.028 clean pools reached 1.46 and 17, a lost token 1.5 and 20."""
+PREFIX_NOISY_SURE_GAIN = 60.0
+"""The gain from which it is an error there and no warning: clean bootstrapped pools reach 22 now and then."""
+PREFIX_NOISY_TOKENS = 1536
+"""Tokens of a pool from which that is so: a handful of turns reach it by chance."""
+PREFIX_UNSURE_GAIN, PREFIX_NOISY_UNSURE_GAIN = 4.0, 0.3
+"""The gain in tokens that are no near-certainties: up to 2 in clean pools of bf16, below 0 in noisy ones."""
+UNSURE_BELOW = -0.1
+"""Logprob, nats, of such tokens."""
+PREFIX_SHARE_LOUD = 0.22
+"""Share of early tokens above twice the mean of late ones, so that not one or two make a beginning loud."""
+PREFIX_BETWEEN = 0.9
+"""Least that the tokens between are, over the late ones: it fades, and it does not turn over."""
+
+SLOT_OFF = 3.0
+"""Nats by which the trainer must be below the engine at a slot that holds a wrong id."""
+SLOT_FACTOR = 15.0
+"""And times what the tokens in their neighbourhood leave."""
+SLOT_TRAINER = -5.0
+"""Trainer logprob, nats, above which a stored id is no stranger to its place."""
+SLOT_AFTER = 8
+"""Tokens after a wrong id that it moves as well."""
+SLOT_MOST = 0.3
+"""Most slots, as a share of the tokens: beyond, the row is another row."""
+SLOT_NOISY, SLOT_NOISY_MIN = 0.02, 2
+"""Mean |log_ratio| of the rest, nats, from which one slot may be a wild token, and slots needed then."""
+SLOT_CHANCE = 0.03
+"""Most that chance may have in it that another id has the engine's value at a slot."""
+SLOT_FIT, SLOT_WIDTHS = 3e-5, 3.0
+"""Nats, and times the noise of the turn, within which another id must have the engine's value."""
+SLOT_BEFORE = 8
+"""Tokens before the first slot by which its noise is known: a wrong id moves what follows it, and no more."""
+AFTERMATH_TOKENS, AFTERMATH_FACTOR, AFTERMATH_WIDTHS = 4, 2.0, 6.0
+"""Tokens after one that is off, and how many times louder than others they are where a wrong id stands.
+
+Without a wrong id they are as loud as any. A token adds at most so many times the mean of others.
+"""
+
+CONFIDENT_BELOW = -0.6932
+"""Engine logprob, nats, of a token it is sure of: probability one half."""
+CONFIDENT_OFF = 2.0
+"""Nats that the trainer must be lower."""
+CONFIDENT_MIN_TOKENS = 4
+CONFIDENT_MIN_SHARE = 0.02
+"""Such tokens in a turn, from which noise is no excuse; and their share, where there is noise in the rest."""
