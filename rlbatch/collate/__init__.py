@@ -9,8 +9,8 @@ from rlbatch.collate.unpack import LogprobsField, unpack, with_logprobs
 
 __all__ = [
     "DEFAULT_PADDING",
-    "PADDING_SIDES",
     "LogprobsField",
+    "PADDING_SIDES",
     "Padding",
     "PaddingSide",
     "collate",
