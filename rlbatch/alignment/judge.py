@@ -212,7 +212,7 @@ def _by_provenance(batch: Batch) -> Iterator[tuple[Provenance, NDArray[np.bool_]
         yield provenance, owner == key
 
 
-DOUBTS = ("unexplained", "kld-high")
+DOUBTS = ("unexplained", "kld-high", "prefix-differs")
 """Codes that leave open what is wrong, even as warnings: with one of them nothing is called sound."""
 
 
