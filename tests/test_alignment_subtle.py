@@ -42,6 +42,17 @@ def test_a_prompt_that_differs_is_told_by_differences_that_fade(noise):
     assert told(judged(rows)) == []
 
 
+@pytest.mark.parametrize(("size", "severity"), [(0.8, "warning"), (1.5, "error")])
+def test_a_beginning_that_is_loud_in_much_noise_is_a_doubt_until_it_is_sure(size, severity):
+    rows = [drawn(NUM_TOKENS, seed, noise=0.35) for seed in range(24)]
+    verdict = judged([with_faded_prefix(row, at, size=size) for at, row in enumerate(rows)], logits=False)
+    assert [(found.code, found.severity) for found in verdict.findings] == [("prefix-differs", severity)]
+    # What may be something else is not called sound either.
+    assert not verdict.judged
+    clean = judged(rows, logits=False)
+    assert (told(clean), clean.judged) == ([], True)
+
+
 def test_a_few_tokens_that_are_off_at_the_beginning_are_no_other_prompt():
     rows = rows_of()
     for at in (2, 5, 8):

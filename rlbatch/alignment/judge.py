@@ -205,7 +205,7 @@ def _of_first_sequence(inquiry: Inquiry, exhibits: Sequence[Exhibit]) -> list[Ex
     return [each for each in looked if each is not None]
 
 
-DOUBTS = ("unexplained", "kld-high")
+DOUBTS = ("unexplained", "kld-high", "prefix-differs")
 """Codes that leave open what is wrong, even as warnings: with one of them nothing is called sound."""
 
 
