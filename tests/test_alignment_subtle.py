@@ -53,6 +53,13 @@ def test_a_beginning_that_is_loud_in_much_noise_is_a_doubt_until_it_is_sure(size
     assert (told(clean), clean.judged) == ([], True)
 
 
+def test_a_doubt_about_the_beginning_is_not_told_beside_a_cause():
+    rows = [drawn(NUM_TOKENS, seed, noise=0.35) for seed in range(25)]
+    rows = [with_faded_prefix(row, at, size=0.8) for at, row in enumerate(rows)]
+    rows[24] = replace(rows[24], inference=np.roll(rows[24].inference, 1))
+    assert told(judged(rows, logits=False)) == ["shifted"]
+
+
 def test_a_few_tokens_that_are_off_at_the_beginning_are_no_other_prompt():
     rows = rows_of()
     for at in (2, 5, 8):

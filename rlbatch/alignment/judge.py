@@ -115,13 +115,18 @@ class Judge:
     def settle(self) -> None:
         """Judge what pools of segments show together: then findings and drift are complete."""
         pools, self.pools = self.pools, {}
+        doubts: list[Finding] = []
         for pool in pools.values():
-            self.findings += [] if pool.cause is None or pool.cause in self.findings else [pool.cause]
+            told = self.findings if pool.is_explained else doubts
+            if pool.cause is not None and pool.cause not in told:
+                told.append(pool.cause)
             if pool.is_explained:
                 self.num_excluded_segments += pool.num_segments
             else:
                 self.findings += pool.findings
                 self.drift.merge(pool.drift)
+        # A doubt says nothing beside what is told for sure.
+        self.findings += [] if self.findings else doubts
         # A judge that has settled may go to another process; it asks nobody any more.
         self.logits_for = None
 
