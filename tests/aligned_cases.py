@@ -85,10 +85,23 @@ def logits_of(rows):
 
 def judged(rows, *, logits=True, trainer_version=None, **how):
     """The verdict on rows; `logits` may be a callback of the caller's own."""
-    batch, trainer = batch_of(rows, **how)
     asked = logits_of(rows) if logits is True else (logits or None)
     judge = Judge(trainer_version=trainer_version, logits_for=asked)
-    judge.add(measure(batch, trainer))
+    judge.add(measure(*batch_of(rows, **how)))
+    return judge.verdict()
+
+
+def judged_in_turn(*parts):
+    """The verdict on a step of several batches of rows."""
+    batches = [batch_of(rows) for rows in parts]
+
+    def answer(batch, index, start, stop):
+        rows = next(part for part, (each, _) in zip(parts, batches, strict=True) if each is batch)
+        return logits_of(rows)(batch, index, start, stop)
+
+    judge = Judge(trainer_version=None, logits_for=answer)
+    for batch, trainer in batches:
+        judge.add(measure(batch, trainer))
     return judge.verdict()
 
 

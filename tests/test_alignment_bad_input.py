@@ -180,11 +180,13 @@ def test_a_callback_that_fails_or_answers_nonsense_is_named(layout, answer, code
     assert code in gate(batch, truth(batch) - noise, logits_for=answer)
 
 
-def test_ratios_that_are_asked_for_later_still_reach_the_trainer():
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_ratios_that_are_asked_for_later_still_reach_the_trainer(mode):
     batch = collate(rows(), layout="packed")
     trainer = truth(batch).requires_grad_()
     (alignment,) = require_aligned([batch], [trainer], trainer_version=None)
-    with torch.no_grad():
+    with mode():
+        assert alignment.compared.any()
         assert alignment.log_ratio.requires_grad
     alignment.ratio.sum().backward()
     # Engine and trainer agree: a ratio of 1, whose derivative is 1 where it is trained.
@@ -197,3 +199,13 @@ def test_ratios_of_a_pass_without_gradients_have_none():
     with torch.no_grad():
         (alignment,) = require_aligned([batch], [trainer], trainer_version=None)
     assert not alignment.ratio.requires_grad
+
+
+@pytest.mark.parametrize("changed", ["trainer", "inference_logprobs", "loss_mask"])
+def test_ratios_are_of_the_values_that_were_judged_or_an_error(changed):
+    batch = collate(rows(), layout="packed")
+    trainer = truth(batch)
+    (alignment,) = require_aligned([batch], [trainer], trainer_version=None)
+    (trainer if changed == "trainer" else getattr(batch, changed)).zero_()
+    with pytest.raises(AlignmentError, match="changed in place since"):
+        _ = alignment.ratio

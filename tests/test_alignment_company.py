@@ -1,4 +1,8 @@
-"""A cause that one turn has alone, where many share another, loses its name."""
+"""A cause that one turn has alone, where many share another, loses its name; one of few turns stays."""
+
+import numpy as np
+import pytest
+from aligned_cases import drawn, judged_in_turn, log_softmax, told
 
 from rlbatch.alignment.company import without_odd_names
 from rlbatch.catalogue import finding
@@ -23,12 +27,24 @@ def test_an_odd_name_among_many_is_told_without_its_name():
 
 
 def test_names_that_are_no_rarer_or_cannot_be_mistaken_are_kept():
-    few = ["shifted", "shifted", "zero-filled"]
-    often = ["shifted"] * 7 + ["zero-filled"] * 2
-    certain = ["shifted"] * 4 + ["logprob-not-finite"]
+    few = ["wrong-base", "wrong-base", "zero-filled"]
+    often = ["wrong-base"] * 7 + ["zero-filled"] * 2
+    certain = ["zero-filled"] * 4 + ["logprob-not-finite", "shifted"]
     for each in (few, often, certain, []):
         assert codes(*each) == each
 
 
 def test_a_positive_value_among_flipped_signs_is_of_the_same_cause():
     assert codes(*["sign-flipped"] * 4, "logprob-positive") == ["sign-flipped"] * 4 + ["unexplained"]
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_what_explains_one_batch_is_told_whatever_others_follow_or_came_before(is_first):
+    colder = [drawn(200, seed, temperature=0.7) for seed in range(4)]
+    for row in colder:
+        # The trainer is told temperature 1, and computes its own logprobs so.
+        row.trainer = log_softmax(row.logits)[np.arange(200), row.ids]
+    clean = [drawn(200, seed) for seed in range(10, 50)]
+    parts = (colder, clean) if is_first else (clean, colder)
+    assert set(told(judged_in_turn(*parts))) == {"temperature-mismatch"}
+    assert told(judged_in_turn(clean, clean)) == []

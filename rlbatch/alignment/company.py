@@ -12,14 +12,15 @@ from rlbatch.catalogue import finding
 from rlbatch.errors import Finding
 from rlbatch.soundness.values import VALUE_FAULTS
 
-CERTAIN = {"unexplained", "trainer-not-finite", *(fault.code for fault in VALUE_FAULTS)} - {
+CERTAIN = {"shifted", "unexplained", "trainer-not-finite", *(fault.code for fault in VALUE_FAULTS)} - {
     "logprob-positive"
 }
-"""Codes of values that cannot be, whatever the rest shows; but a flipped sign makes values positive."""
+"""Codes that hold whatever the rest shows: of values that cannot be (but a flipped sign makes values
+positive), and of a lag, for which every token is a witness."""
 
 
 def without_odd_names(told: Mapping[int, Finding]) -> dict[int, Finding]:
-    """The findings of a batch, by segment, with names that are odd ones out told as `unexplained`.
+    """The findings of one provenance, by segment, with names that are odd ones out told as `unexplained`.
 
     Example:
         shifted-from 27 times and mixed-versions once: 27 times shifted-from, and unexplained once

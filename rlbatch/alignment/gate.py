@@ -65,7 +65,8 @@ class Alignment:
     """One batch that lines up, or will have been refused by `verify`. Finite everywhere.
 
     The tensors are computed from the batch and the logprobs when one of them is first asked for, and kept:
-    a step that is judged before its passes with gradients does not pay for them.
+    a step that is judged before its passes with gradients does not pay for them. To change batch or logprobs
+    in place before that is an AlignmentError (`batch-mismatch`) then.
     """
 
     _measured: Measured = field(repr=False)

@@ -86,8 +86,11 @@ class Judge:
         told = inquiry.exact()
         looked = self._look(inquiry, set(told))
         single = inquiry.single([*told, *looked])
-        named = without_odd_names(told | looked | single)
-        told, single = ({at: named[at] for at in each} for each in (told, single))
+        everything = told | looked | single
+        for _, mine in measured.by_provenance:
+            named = without_odd_names({at: found for at, found in everything.items() if mine[at]})
+            told |= {at: named[at] for at in named.keys() & told.keys()}
+            single |= {at: named[at] for at in named.keys() & single.keys()}
         self.findings += told.values()
         explained = np.zeros(len(table), bool)
         errors = [at for at, found in (told | single).items() if found.severity == "error"]
@@ -185,7 +188,7 @@ class Judge:
         exhibits = [each for pool in self.pools.values() for each in pool.exhibits]
         told = passes_differ([*_of_first_sequence(inquiry, exhibits), *exhibits])
         for pool in self.pools.values():
-            if told is not None and pool.exhibits and pool.cause is None:
+            if told is not None and pool.exhibits and not pool.is_explained:
                 pool.cause = told
 
     def _tell_outside(self, evidence: Evidence, age: int) -> None:

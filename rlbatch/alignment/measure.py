@@ -37,6 +37,8 @@ class Measured:
     """The same with the gradient's way back."""
     _is_grad_enabled: bool
     """Whether gradients were recorded when the batch was measured."""
+    _versions: tuple[int | None, ...]
+    """What `_versions` gave then."""
     _windows: Tensor
     """[W, stats] float64, on the host or on its way there."""
     _num_trained: Tensor
@@ -46,18 +48,33 @@ class Measured:
     @cached_property
     def compared(self) -> Tensor:
         """[B, T] bool: trained, finite on both sides, of comparable provenance."""
+        self._require_unchanged()
         batch = self.batch
-        finite = torch.isfinite(self.trainer_logprobs) & torch.isfinite(batch.inference_logprobs)
-        compared = batch.loss_mask & finite
-        if not all(provenance.comparable(batch.purpose) for provenance, _ in self.by_provenance):
-            compared &= _comparable(batch).to(compared.device)
+        # Tensors of inference mode would be of no use to a backward.
+        with torch.inference_mode(False):
+            finite = torch.isfinite(self.trainer_logprobs) & torch.isfinite(batch.inference_logprobs)
+            compared = batch.loss_mask & finite
+            if not all(provenance.comparable(batch.purpose) for provenance, _ in self.by_provenance):
+                compared &= _comparable(batch).to(compared.device)
         return compared
 
     @cached_property
     def ratio(self) -> PolicyRatio:
         """[B, T] each; gradient reaches the trainer."""
-        with torch.set_grad_enabled(self._is_grad_enabled):
+        self._require_unchanged()
+        with torch.inference_mode(False), torch.set_grad_enabled(self._is_grad_enabled):
             return policy_ratio(self._attached, self.batch.inference_logprobs, self.compared)
+
+    def _require_unchanged(self) -> None:
+        if self._versions != _versions(self.batch, self._attached):
+            raise AlignmentError.of(
+                finding(
+                    "batch-mismatch",
+                    expected="ratios of the values that were judged",
+                    found="trainer logprobs, inference_logprobs or loss_mask changed in place since",
+                    fix="read .ratio, .log_ratio, .inference_kld and .compared first, or change a clone",
+                )
+            )
 
     def windows(self) -> NDArray[np.float64]:
         """[W, stats], a row for each `WINDOW` tokens of a segment; waits where the copy has not arrived."""
@@ -117,10 +134,17 @@ def measure(batch: Batch, trainer_logprobs: Tensor) -> Measured:
         first_window=first_window,
         _attached=trainer_logprobs,
         _is_grad_enabled=torch.is_grad_enabled(),
+        _versions=_versions(batch, trainer_logprobs),
         _windows=on_host,
         _num_trained=num_trained,
         _copied=copied,
     )
+
+
+def _versions(batch: Batch, trainer_logprobs: Tensor) -> tuple[int | None, ...]:
+    """How often each tensor was changed in place; None where torch does not count."""
+    tensors = (trainer_logprobs, batch.inference_logprobs, batch.loss_mask)
+    return tuple(None if tensor.is_inference() else tensor._version for tensor in tensors)
 
 
 def _windows(batch: Batch) -> tuple[Tensor, NDArray[np.int64]]:

@@ -61,9 +61,14 @@ class Pool:
         self._seen.add(inquiry, mine)
         if self._seen.is_off:
             if self._take_in(inquiry, mine, self.exhibits, asking=True):
-                self.cause = self._judge()
+                self._tell(self._judge())
         elif self._seen.begins_off and self._take_in(inquiry, mine, self._beginnings, asking=False):
-            self.cause = prefix_differs(self._beginnings)
+            self._tell(prefix_differs(self._beginnings))
+
+    def _tell(self, cause: Finding | None) -> None:
+        """Keep a cause; an error stays, for nobody judges again what it explained, whatever follows."""
+        if not self.is_explained or (cause is not None and cause.severity == "error"):
+            self.cause = cause
 
     def _take_in(
         self, inquiry: Inquiry, mine: NDArray[np.bool_], kept: list[Exhibit], *, asking: bool

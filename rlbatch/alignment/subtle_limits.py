@@ -90,10 +90,10 @@ token leaves 3 to 7 in float32 and bf16.
 """
 PREFIX_NOISY_FACTOR, PREFIX_NOISY_MIN_GAIN = 1.5, 22.0
 """The same in a noisy run: at a KLD of 0.028 clean pools reached 1.46 and 17, a lost token 1.5 and 20."""
-PREFIX_NOISY_SURE_GAIN = 60.0
-"""The gain from which it is an error there and no warning: clean bootstrapped pools reach 22 now and then."""
+PREFIX_SURE_GAIN = 60.0
+"""The gain from which it is an error and no warning: clean bootstrapped pools reach the bars now and then."""
 PREFIX_NOISY_TOKENS = 1536
-"""Tokens of a pool from which that is so: a handful of turns reach it by chance."""
+"""Tokens of a pool that are looked at in a noisy run: a handful of turns reach its bars by chance."""
 PREFIX_UNSURE_GAIN, PREFIX_NOISY_UNSURE_GAIN = 4.0, 0.3
 """The gain in tokens that are no near-certainties: up to 2 in clean pools of bf16, below 0 in noisy ones."""
 UNSURE_BELOW = -0.1

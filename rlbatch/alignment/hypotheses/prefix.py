@@ -17,11 +17,11 @@ from rlbatch.alignment.subtle_limits import (
     PREFIX_MIN_GAIN,
     PREFIX_NOISY_FACTOR,
     PREFIX_NOISY_MIN_GAIN,
-    PREFIX_NOISY_SURE_GAIN,
     PREFIX_NOISY_TOKENS,
     PREFIX_NOISY_UNSURE_GAIN,
     PREFIX_SHARE_LOUD,
     PREFIX_STOP,
+    PREFIX_SURE_GAIN,
     PREFIX_UNSURE_GAIN,
     PREFIX_WIDTHS,
     SPAN_LOUD,
@@ -102,8 +102,8 @@ def prefix_differs(exhibits: Sequence[Exhibit]) -> Finding | None:
     unsure_gain = PREFIX_NOISY_UNSURE_GAIN if is_noisy else PREFIX_UNSURE_GAIN
     if of_unsure.gain < unsure_gain or of_unsure.early < of_unsure.late:
         return None
-    # In much noise a beginning is loud by chance now and then: no error, until it is beyond doubt.
-    is_doubt = is_noisy and profile.gain < PREFIX_NOISY_SURE_GAIN
+    # A beginning is loud by chance now and then: no error, until it is beyond doubt.
+    is_doubt = profile.gain < PREFIX_SURE_GAIN
     return finding(
         "prefix-differs",
         severity="warning" if is_doubt else "error",
