@@ -1,6 +1,7 @@
 """The next step's shards are verified on a second thread, and what is wrong with them is told in its step."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from loader_cases import names_in, numbered_samples, write_store
@@ -9,6 +10,7 @@ from safetensors import safe_open
 from rlbatch.errors import StorageError
 from rlbatch.loader import Feed, RolloutLoader, Steps
 from rlbatch.loader.ahead import Verifier
+from rlbatch.loader.passes import Pass
 from rlbatch.packing import Room, plan_batches
 from rlbatch.storage.shard import Shard
 
@@ -86,8 +88,8 @@ def test_a_shard_that_is_gone_is_told_before_it_is_read(tmp_path):
     with Verifier() as ahead:
         ahead.begin([shard])
         with pytest.raises(StorageError, match="store-changed"):
-            ahead.finish()
-        ahead.finish()
+            ahead.finish(threading.Event())
+        ahead.finish(threading.Event())
     assert not shard.is_verified
 
 
@@ -96,7 +98,7 @@ def test_what_was_verified_needs_no_thread(tmp_path):
     shard = Shard(store / "000000.safetensors")
     with Verifier() as ahead:
         ahead.begin([shard])
-        ahead.finish()
+        ahead.finish(threading.Event())
         assert shard.is_verified
     with Verifier() as ahead:
         ahead.begin([shard])
@@ -107,4 +109,53 @@ def test_a_consumer_that_stops_leaves_no_verifier(tmp_path):
     batches = iter(loader_of(write_store(tmp_path / "store", SAMPLES)))
     next(batches)
     del batches
+    assert verifiers() == []
+
+
+@pytest.fixture
+def cancelled(monkeypatch):
+    """Set once a pool that is shut down has cancelled what waits, and before it waits for what runs."""
+    event = threading.Event()
+    shutdown = ThreadPoolExecutor.shutdown
+
+    def noted(pool, **how):
+        shutdown(pool, **how | {"wait": False})
+        event.set()
+        shutdown(pool, **how)
+
+    monkeypatch.setattr(ThreadPoolExecutor, "shutdown", noted)
+    return event
+
+
+@pytest.mark.parametrize("prefetch", [0, 100])
+def test_a_consumer_that_stops_waits_for_the_shard_in_hand_only(tmp_path, monkeypatch, cancelled, prefetch):
+    demands, verified, in_hand = [], [], threading.Event()
+    batches_of, verify = Pass.batches, Shard.verify
+
+    def noted(one_pass, start, demand):
+        demands.append(demand)
+        return batches_of(one_pass, start, demand)
+
+    def held_up(shard):
+        if threading.current_thread() in verifiers():
+            verified.append(shard.path.name)
+            in_hand.set()
+            # The loader's thread stops once it has this shard; where there is none, the pass is closed.
+            (demands[0].stopped if len(verified) == 1 and prefetch else cancelled).wait(2)
+        verify(shard)
+
+    monkeypatch.setattr(Pass, "batches", noted)
+    monkeypatch.setattr(Shard, "verify", held_up)
+    # Two steps of three shards: those of the second are verified ahead.
+    store = write_store(tmp_path / "store", SAMPLES)
+    loader = RolloutLoader(
+        store, layout="packed", max_tokens=64, steps=Steps(step_samples=30), feed=Feed(prefetch=prefetch)
+    )
+    batches = iter(loader)
+    next(batches)
+    assert in_hand.wait(5)
+    del batches
+    assert verified[0] == "000003.safetensors"
+    # The next one may have been begun before the rest was cancelled.
+    assert len(verified) <= (2 if prefetch else 1)
     assert verifiers() == []

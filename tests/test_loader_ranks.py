@@ -11,7 +11,7 @@ from loader_cases import each_once, names_in, numbered, numbered_samples, write_
 
 from rlbatch.alignment import require_aligned
 from rlbatch.collate import Padding
-from rlbatch.errors import RecordError, SoundnessError
+from rlbatch.errors import RecordError, SoundnessError, StorageError
 from rlbatch.loader import Checks, Feed, RolloutLoader, Steps
 from rlbatch.packing import Cost
 from rlbatch.records import MediaArray
@@ -156,6 +156,20 @@ def test_a_filler_has_media_and_the_ids_that_they_belong_to(tmp_path):
     assert filler.num_loss_tokens == filler.num_trajectories == 0
     assert not filler.loss_mask.any()
     assert filler.inference_logprobs.isnan().all()
+
+
+def test_a_filler_with_media_is_not_made_of_a_shard_that_changed(tmp_path):
+    media = (MediaArray(name="pixel_values", values=np.ones((2, 3), np.float32)),)
+    # Three batches of one sample on two ranks: the second batch of one rank is a filler.
+    samples = [replace(numbered(number, length=40), media=media) for number in range(3)]
+    store = write_store(tmp_path / "store", samples)
+    (loader,) = [one for one in loaders(store, 2, layout="padded") if not names_in(list(one)[1:])]
+    batches = iter(loader)
+    assert names_in([next(batches)])
+    (shard,) = store.glob("*.safetensors")
+    shard.write_bytes(shard.read_bytes())
+    with pytest.raises(StorageError, match=r"\[store-changed\].*000000.safetensors"):
+        next(batches)
 
 
 def test_a_step_with_a_filler_is_aligned_without_a_word(tmp_path):

@@ -555,6 +555,39 @@ def test_a_shard_that_was_cut_short_is_not_copied_from(
     assert found in str(caught.value)
 
 
+@pytest.mark.parametrize(("behind", "num_chosen"), [("_require_same", 0), ("chosen", 1)])
+def test_bytes_that_are_written_while_they_are_copied_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, behind: str, num_chosen: int
+) -> None:
+    path = tmp_path / "a.safetensors"
+    write_shard(path, WRITTEN)
+    reader = open_reader(path)
+    reader.verify()
+    calls = []
+
+    def then_written(name: str) -> Callable[..., Any]:
+        method = getattr(Shard, name)
+
+        def noted(*args: Any) -> Any:
+            result = method(*args)
+            calls.append(name)
+            if name == behind:
+                with path.open("r+b") as file:
+                    file.seek(-4, os.SEEK_END)
+                    file.write(b"\xff" * 4)
+                # The clock of files may not have moved on since the shard was written.
+                os.utime(path, ns=(1, 1))
+            return result
+
+        return noted
+
+    for name in ("_require_same", "chosen"):
+        monkeypatch.setattr(Shard, name, then_written(name))
+    with pytest.raises(StorageError, match=r"\[store-changed\][\s\S]*written since"):
+        reader.read_copies([0, 1])
+    assert calls.count("chosen") == num_chosen
+
+
 def test_copies_of_a_shard_that_is_gone_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     write_shard(path, WRITTEN)

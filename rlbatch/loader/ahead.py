@@ -5,6 +5,7 @@ Checksums need no interpreter, so that both cores work. Knows nothing of batches
 
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from threading import Event
 from types import TracebackType
 from typing import Self
 
@@ -12,27 +13,28 @@ from rlbatch.storage.shard import Shard
 
 
 class Verifier:
-    """One verification at a time. As a context, it leaves no thread behind."""
+    """One shard at a time. As a context, it leaves no thread behind, and waits for the shard in hand only."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rlbatch-verifier")
-        self._begun: Future[None] | None = None
+        self._begun: list[Future[None]] = []
 
     def begin(self, shards: Iterable[Shard]) -> None:
         """Verify those of these that were not yet, while the caller reads others."""
-        left = [shard for shard in shards if not shard.is_verified]
-        if left:
-            self._begun = self._pool.submit(_verify, left)
+        # Each by itself, since what runs cannot be cancelled.
+        self._begun = [self._pool.submit(_verify, shard) for shard in shards if not shard.is_verified]
 
-    def finish(self) -> None:
-        """Wait for what was begun.
+    def finish(self, stop: Event) -> None:
+        """Wait for what was begun, or until `stop` is set and the shard in hand is done.
 
         Raises:
             StorageError: store-changed or shard-altered.
         """
-        begun, self._begun = self._begun, None
-        if begun is not None:
-            begun.result()
+        begun, self._begun = self._begun, []
+        for each in begun:
+            if stop.is_set():
+                return
+            each.result()
 
     def __enter__(self) -> Self:
         return self
@@ -43,8 +45,7 @@ class Verifier:
         self._pool.shutdown(cancel_futures=True)
 
 
-def _verify(shards: Iterable[Shard]) -> None:
-    for shard in shards:
-        # A file that was cut short kills who reads it.
-        shard.require_unchanged()
-        shard.verify()
+def _verify(shard: Shard) -> None:
+    # A file that was cut short kills who reads it.
+    shard.require_unchanged()
+    shard.verify()

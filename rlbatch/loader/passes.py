@@ -68,7 +68,6 @@ class Pass:
             if indices is None:
                 yield Made(sent=None, after=Position(epoch=position.epoch + 1), counts=Counts(found=found))
                 return
-            ahead.finish()
             step = self._load(indices, position)
             ahead.begin(self.store.shards_of(position.epoch, position.step + 1))
             found = found.plus(step.found)
@@ -85,6 +84,8 @@ class Pass:
                     found = Found()
             position = position.after_step()
             step.release()
+            # Last, since where it gives up early, the loop ends too.
+            ahead.finish(demand.stopped)
 
     def _judges(self, position: Position, demand: Demand) -> bool:
         """Wait for the version that a step is to be judged by; False where nobody asks for it any more.

@@ -1,7 +1,7 @@
 """One step: its samples, checked, and the plan that every rank derives from them alike."""
 
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,15 +47,17 @@ class Step:
     sources: Mapping[str, Shard]
     """As in `Candidates`."""
 
-    def require_unchanged(self, indices: Iterable[int]) -> None:
+    def require_unchanged(self, indices: Sequence[int]) -> None:
         """Refuse to go on with samples whose bytes can have changed since they were verified.
+
+        Of no samples, with any of the step: a filler can hold views of one.
 
         Raises:
             StorageError: store-changed, a shard is gone or was written to.
         """
         paths = {self.origins[index].path for index in indices}
         for path, shard in self.sources.items():
-            if path in paths:
+            if not indices or path in paths:
                 shard.require_unchanged()
 
     def release(self) -> None:

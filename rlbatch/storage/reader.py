@@ -141,7 +141,7 @@ class ShardReader:
 
         Raises:
             IndexError: there are not that many samples.
-            StorageError: shard-altered, naming the array.
+            StorageError: shard-altered, naming the array; store-changed, a shard is gone or was written to.
         """
         wanted = np.array(list(indices), np.int64)
         places = self._places(wanted)

@@ -199,12 +199,16 @@ class Shard:
                         file.seek(self._entries[name].start + start * values.itemsize)
                         if file.readinto(values.data) != values.nbytes:
                             raise self._changed("a shorter file")
+                # Before the map is read, and behind: what was written meanwhile was never verified.
+                self._require_same(os.fstat(file.fileno()))
+                samples = zip(self.chosen(indices), memories, strict=True)
+                copies = [sample.copied(memory) for sample, memory in samples]
+                self._require_same(os.fstat(file.fileno()))
         except StorageError:
             raise
         except OSError as error:
             raise self._changed(reason(error)) from error
-        samples = zip(self.chosen(indices), memories, strict=True)
-        return [sample.copied(memory) for sample, memory in samples]
+        return copies
 
     def stretch(self, start: int, stop: int) -> Stretch:
         """Samples start:stop with the flat arrays that theirs are views of.
