@@ -4,6 +4,7 @@ Warnings of numpy and torch are errors here, as everywhere in these tests.
 """
 
 import math
+import warnings
 from dataclasses import replace
 
 import numpy as np
@@ -124,6 +125,17 @@ def test_log_ratios_of_any_size_leave_the_figures_finite(layout, value):
     assert gate(batch, trainer) == {"ratio-tail"}
     trainer[tuple(trained.T)] = value
     assert gate(batch, trainer) == {"unexplained"}
+
+
+def test_sums_beyond_any_float_are_named_without_a_warning_and_spoil_no_others(layout):
+    batch = collate(rows([200] * 6), layout=layout)
+    trainer = truth(batch)
+    for segment in batch.host_segments[:3]:
+        # As masked logits give them, over part of a row's first window.
+        trainer[segment.row, segment.start + 2 : segment.start + 42] = torch.finfo(torch.float32).min
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert gate(batch, trainer) == {"unexplained"}
 
 
 def test_logprobs_of_another_batch_are_refused_or_named(layout):

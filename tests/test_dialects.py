@@ -459,6 +459,24 @@ def test_nothing_is_cast_and_what_is_said_twice_agrees(dialect, key, change, mes
         from_dict(changed(dialect, key, change), dialect, like=small())
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda values: values.to("meta"), r"as a dense tensor, found one without values \(meta\)"),
+        (torch.Tensor.to_sparse, "as a dense tensor, found sparse_coo"),
+        (torch.Tensor.to_sparse_csr, "as a dense tensor, found sparse_csr"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("dialect", "key"), [("trl", "completion_ids"), ("verl", "rollout_log_probs"), ("verl", "response_mask")]
+)
+# Torch calls its sparse layouts a beta.
+@pytest.mark.filterwarnings("ignore:Sparse .* in beta state")
+def test_tensors_without_a_value_for_every_place_are_refused(dialect, key, change, message):
+    with pytest.raises(RecordError, match=f"{key} {message}"):
+        from_dict(changed(dialect, key, change), dialect, like=small())
+
+
 def test_what_has_no_keys_is_refused():
     with pytest.raises(RecordError, match="expected the form of trl as a dict, found NoneType"):
         from_dict(None, "trl", like=small())

@@ -2,6 +2,7 @@
 
 import random
 
+import numpy as np
 import pytest
 
 from rlbatch.engines.repeats import Repeat, first_repeat
@@ -39,3 +40,27 @@ def test_every_small_sequence_is_judged_as_by_trying():
     for _ in range(2_000):
         marks = [rng.randrange(4) for _ in range(rng.randrange(14))]
         assert first_repeat(marks) == by_trying(marks)
+
+
+@pytest.mark.parametrize("other", ["new", "one"])
+def test_long_streams_with_few_equal_chunks_are_passed_over_a_few_times(other, monkeypatch):
+    passes = []
+    flatnonzero = np.flatnonzero
+    monkeypatch.setattr(np, "flatnonzero", lambda values: passes.append(1) or flatnonzero(values))
+    marks = list(range(4_000))
+    if other == "one":
+        # Every second chunk is the same one.
+        marks[::2] = [-1] * 2_000
+    marks[1_700] = marks[301]
+    assert first_repeat(marks) is None
+    # Sizes there are 2,000 of.
+    assert len(passes) < 5
+
+
+def test_a_long_run_that_comes_twice_is_found_in_a_long_stream():
+    marks = list(range(4_000))
+    marks[1_700:2_400] = marks[1_000:1_700]
+    # A longer one and a later one of the same length do not count.
+    marks[2_600:3_300] = marks[1_000:1_700]
+    marks[3_300:4_000] = marks[1_000:1_700]
+    assert first_repeat(marks) == Repeat(start=1_000, size=700)

@@ -5,6 +5,7 @@ import scoring_cases as cases
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
+from torch.nn.parallel import DistributedDataParallel
 
 from rlbatch.collate import collate
 from rlbatch.errors import ScoringError
@@ -15,7 +16,7 @@ from rlbatch.scoring import (
     require_packing_isolated,
     trainer_logprobs,
 )
-from rlbatch.scoring.wrappers import model_name, unwrapped
+from rlbatch.scoring.wrappers import called_alone, model_name, unwrapped
 
 
 class _Adapter(nn.Module):
@@ -47,6 +48,17 @@ class _Reducer(nn.Module):
 
     def forward(self, **inputs):
         return self.module(**inputs)
+
+
+class _Replica(DistributedDataParallel):
+    """DistributedDataParallel as far as it goes without other ranks."""
+
+    def __init__(self, model):
+        nn.Module.__init__(self)
+        self.module = model
+
+    def forward(self, **inputs):
+        pytest.fail("it would wait for the other ranks")
 
 
 class _Copies(nn.Module):
@@ -165,8 +177,7 @@ def test_an_adapted_head_is_told_from_a_linear_one():
 def test_suspects_are_asked_of_the_model_inside():
     # A rank may have the only suspect, and DistributedDataParallel would wait for the others.
     model = cases.tiny_model("gemma2")
-    wrapper = _Reducer(model)
-    wrapper.register_forward_hook(lambda module, args, output: pytest.fail("the wrapper was called"))
+    wrapper = _Replica(model)
     batch = collate(cases.make_samples(), layout="packed")
     segment = batch.host_segments[0]
     found = logits_for(wrapper)(batch, 0, segment.start, segment.stop)
@@ -185,8 +196,20 @@ def test_what_an_adapter_does_to_the_inputs_is_in_the_logits_of_suspects():
     segment = batch.host_segments[0]
     with torch.no_grad():
         expected = model(**model_inputs(batch)).logits[0, segment.start : segment.stop]
-    found = logits_for(_Reducer(model))(batch, 0, segment.start, segment.stop)
+    found = logits_for(_Replica(model))(batch, 0, segment.start, segment.stop)
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+
+
+def test_a_wrapper_that_may_compute_something_is_called_alone_as_it_is():
+    model = nn.Linear(2, 2)
+    for wrap in (_Bypass, _Reducer, _Adapter):
+        wrapper = wrap(model)
+        assert called_alone(wrapper) is wrapper
+        assert called_alone(_Replica(wrapper)) is wrapper
+        assert called_alone(_Replica(torch.compile(wrapper, backend="eager"))) is wrapper
+    sharded = nn.Module()
+    sharded.add_module("_fsdp_wrapped_module", model)
+    assert called_alone(sharded) is sharded
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -108,8 +108,9 @@ def alignment_stats(
     A row of the table is the same to the bit whatever else the batch holds. Values under the mask change
     nothing. Segments may overlap: each is counted by itself. Sums are exact to 1e-6 of the sum of their
     terms' sizes; those of k3, ratio and its square to 3e-6 where |log_ratio| is above 8, since a float32
-    log_ratio is itself rounded by up to 1e-6 there. On the torch backend they are float64. Segments on the
-    host cost no device-to-host copy.
+    log_ratio is itself rounded by up to 1e-6 there. All of this holds up to a |log_ratio| of 1e15; beyond, a
+    sum may be infinite, that of squares first. On the torch backend they are float64. Segments on the host
+    cost no device-to-host copy.
 
     Args:
         trainer_logprobs: [B, T] float32 or float64, nats.

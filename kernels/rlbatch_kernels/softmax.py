@@ -20,6 +20,8 @@ from rlbatch_kernels.reference import compute_dtype
 
 TILE_ELEMENTS = 2**21
 """Logits handled at once: 8 MiB in float32, small beside any [T, V], large enough to keep cores busy."""
+_LEAST_Z = -1e4
+"""Its exponential is 0 even in float64, and no slope makes it overflow, as one does the smallest float."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -168,5 +170,5 @@ def _scaled(logits: Tensor, origin: Tensor, temperature: Tensor) -> Tensor:
 
 
 def _finite(z: Tensor) -> Tensor:
-    """`z` with a finite number for -inf, which an exponential of 0 then cancels; NaN stays."""
-    return z.clamp(min=torch.finfo(z.dtype).min)
+    """`z` with `_LEAST_Z` for what is less, -inf too, which an exponential of 0 then cancels; NaN stays."""
+    return z.clamp(min=_LEAST_Z)

@@ -114,7 +114,8 @@ class _Seen:
     size_later: float = 0.0
 
     def add(self, inquiry: Inquiry, mine: NDArray[np.bool_]) -> None:
-        """Count the segments of a batch."""
+        """Count the segments of a batch, but for those whose sums are beyond any float."""
+        mine = mine & np.isfinite(inquiry.table[:, COLUMN["sum_abs_log_ratio"]])
         table = inquiry.table[mine]
         num, size = table[:, COLUMN["num_compared"]], table[:, COLUMN["sum_abs_log_ratio"]]
         self.num += float(num.sum())

@@ -25,13 +25,16 @@ def tensor(form: Mapping[str, Any], key: str, shape: tuple[int, ...], kind: Kind
     """A tensor of the form, on the host: a mask as bool, ids and values in a dtype that holds them.
 
     Raises:
-        RecordError: it is none, of another shape, or of another kind.
+        RecordError: it is none, of another shape, or of another kind; it is sparse, or without values.
     """
     value = form[key]
     if not isinstance(value, Tensor):
         raise RecordError(f"from_dict: expected {key} as a tensor, found {kind_of(value)}")
     if tuple(value.shape) != shape:
         raise RecordError(f"from_dict: expected {key} of shape {list(shape)}, found {list(value.shape)}")
+    if value.is_meta or value.layout is not torch.strided:
+        found = "one without values (meta)" if value.is_meta else str(value.layout).removeprefix("torch.")
+        raise RecordError(f"from_dict: expected {key} as a dense tensor, found {found}")
     # numpy knows no bfloat16; float32 holds all that is narrower.
     narrow = value.is_floating_point() and value.itemsize < torch.float32.itemsize
     own = value.detach().to("cpu", torch.float32 if narrow else value.dtype)

@@ -9,6 +9,7 @@ ends in; `rlbatch.scoring.proof` does.
 from typing import Any
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 # Of torch.compile, DistributedDataParallel and FullyShardedDataParallel.
 _CHILDREN = ("_orig_mod", "module", "_fsdp_wrapped_module")
@@ -25,12 +26,15 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def called_alone(model: nn.Module) -> nn.Module:
-    """The module to call where one rank asks and the others do not: DistributedDataParallel taken off.
+    """The module to call where one rank asks and the others do not.
 
-    What PEFT wraps stays wrapped, since its prefixes are put in by the wrapper.
+    DistributedDataParallel and `torch.compile` are taken off. All else stays, for it may compute something:
+    PEFT puts prefixes in, FullyShardedDataParallel gathers weights.
     """
-    child = _child(model)
-    return model if child is None else called_alone(child)
+    if isinstance(model, DistributedDataParallel):
+        return called_alone(model.module)
+    compiled = dict(model.named_children()).get("_orig_mod")
+    return model if compiled is None else called_alone(compiled)
 
 
 def model_name(model: nn.Module) -> str:

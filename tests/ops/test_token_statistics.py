@@ -118,6 +118,22 @@ def test_gradients_of_all_three_equal_float64(
     assert (leaf.grad.cpu().double() - exact.grad).norm() <= relative * exact.grad.norm()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("excluded", [-math.inf, -3e38])
+def test_an_excluded_column_has_no_gradient_of_the_entropy(
+    device: torch.device, dtype: torch.dtype, excluded: float
+) -> None:
+    # Nearly all mass on one id, a small temperature, a gradient above 1: the steepest slope there is.
+    kept, ids = torch.tensor([[0.0, 9.0], [3.0, 2.0]], dtype=dtype), torch.tensor([1, 0])
+    leaf = torch.cat([kept, torch.full((2, 1), excluded, dtype=dtype)], dim=1).to(device).requires_grad_()
+    (2 * everything(leaf, ids.to(device), temperature=0.5).entropy).sum().backward()
+    exact = kept.double().requires_grad_()
+    (2 * by_definition(exact, ids, 0.5)[2]).sum().backward()
+    relative = 2**-8 if dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(leaf.grad[:, :2].cpu().double(), exact.grad, rtol=relative, atol=1e-9)
+    assert leaf.grad[:, 2].tolist() == [0, 0]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_soft_cap_comes_before_the_temperature(device: torch.device, dtype: torch.dtype) -> None:
     logits, ids = (normal(6, 300) * 5).to(dtype), torch.arange(6)
