@@ -27,6 +27,9 @@ FAMILY_SIMPLER = 3.0
 """Nats by which a later family must beat an earlier, simpler one."""
 FAMILY_PARAMETER = 8.0
 """Nats that a parameter costs, as it is chosen from many."""
+FAMILY_LEFT_SHARE = 0.95
+"""Share of the differences that it may leave: to many tokens together, weights that were moved a little look
+like a kept set of 200 ids or a divisor of 1.08, which leave 0.97 and more."""
 FAMILY_OLD_SHARE = 0.1
 """Share of the differences that it may leave of older data, which other weights have moved as well."""
 FAMILY_SINGLE_SHARE = 0.6

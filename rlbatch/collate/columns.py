@@ -133,11 +133,12 @@ def _routed_experts(samples: Sequence[Sample]) -> list[Column]:
 
 def write_position_ids(out: NDArray[np.int64], place: Place) -> None:
     """Counted from 0 in every sequence, and in every piece of padding."""
-    width = place.shape[1]
-    ramp = np.arange(width)
     if place.layout == "packed":
+        ramp = np.arange(max(place.longest_gap, *place.lengths))
         np.concatenate(place.pieces([ramp[:length] for length in place.lengths], ramp), out=out[0])
         return
+    width = place.shape[1]
+    ramp = np.arange(width)
     for row, start, stop in place.spans():
         np.concatenate([ramp[:start], ramp[: stop - start], ramp[: width - stop]], out=out[row])
 

@@ -14,6 +14,7 @@ from rlbatch.alignment.subtle_limits import (
     DIVISOR_COST,
     DIVISOR_NEAR_ONE,
     FAMILY_HOPELESS_SHARE,
+    FAMILY_LEFT_SHARE,
     FAMILY_MARGIN_SHARE,
     FAMILY_MIN_GAIN,
     FAMILY_MIN_INFORMATIVE,
@@ -109,9 +110,8 @@ def _gain_of_zeros(exhibit: Exhibit) -> float:
 def _holds(best: Winner, exhibit: Exhibit, most_left: float, *, current: bool) -> bool:
     low, high = best.family.neutral
     found = best.fit
-    if not current:
-        off = np.minimum(np.abs(exhibit.inference - exhibit.stated), RESIDUAL_CLIP).mean()
-        most_left = min(most_left, FAMILY_OLD_SHARE * float(off))
+    off = float(np.minimum(np.abs(exhibit.inference - exhibit.stated), RESIDUAL_CLIP).mean())
+    most_left = min(most_left, (FAMILY_LEFT_SHARE if current else FAMILY_OLD_SHARE) * off)
     return (
         not low <= found.parameter <= high
         and _worth(best) >= FAMILY_MIN_GAIN
