@@ -12,11 +12,10 @@ from rlbatch.catalogue import finding
 from rlbatch.errors import Finding
 from rlbatch.soundness.values import VALUE_FAULTS
 
-CERTAIN = {"shifted", "unexplained", "trainer-not-finite", *(fault.code for fault in VALUE_FAULTS)} - {
+CERTAIN = {"unexplained", "trainer-not-finite", *(fault.code for fault in VALUE_FAULTS)} - {
     "logprob-positive"
 }
-"""Codes that hold whatever the rest shows: of values that cannot be (but a flipped sign makes values
-positive), and of a lag, for which every token is a witness."""
+"""Codes of values that cannot be, whatever the rest shows; but a flipped sign makes values positive."""
 
 
 def without_odd_names(told: Mapping[int, Finding]) -> dict[int, Finding]:
