@@ -25,7 +25,14 @@ from rlbatch.figures import Figures
 from rlbatch.packing import Room, plan_batches, too_long
 from rlbatch.records import Origin, Provenance, Sample
 from rlbatch.report import AuditReport, FileReport, Verdict
-from rlbatch.scoring import load_model, logits_for, model_vocab_size, tokenizer_fingerprint, trainer_logprobs
+from rlbatch.scoring import (
+    load_model,
+    logits_for,
+    model_vocab_size,
+    prepended_bos,
+    tokenizer_fingerprint,
+    trainer_logprobs,
+)
 from rlbatch.soundness import check_sound
 from rlbatch.storage.recordings import Row
 from rlbatch.storage.sources import files_of, read_rows
@@ -82,7 +89,8 @@ def load_scorer(path: Path, *, device: str, dtype: torch.dtype) -> Scorer:
         ScoringError: the device is not on this machine.
     """
     model = load_model(path, device=device, dtype=dtype)
-    end = None if model.generation_config is None else model.generation_config.eos_token_id
+    generation = model.generation_config
+    end = None if generation is None else generation.eos_token_id
     ids = [] if end is None else end if isinstance(end, list) else [end]
     return Scorer(
         path=str(path),
@@ -90,6 +98,7 @@ def load_scorer(path: Path, *, device: str, dtype: torch.dtype) -> Scorer:
             tokenizer_fingerprint=tokenizer_fingerprint(path),
             vocab_size=model_vocab_size(model),
             eos_token_ids=tuple(int(token_id) for token_id in ids),
+            bos_token_id=None if generation is None else prepended_bos(path, generation.bos_token_id),
         ),
         device=torch.device(device),
         score=lambda batch: trainer_logprobs(model, batch),
@@ -141,7 +150,7 @@ class _FileAudit:
 
     def run(self, on_progress: OnProgress) -> FileReport:
         try:
-            rows = read_rows(self._path, self._options.statement)
+            rows = read_rows(self._path, self._options.statement, identity=self._scorer.identity)
             for part in slices(rows, max_tokens=BATCHES_A_SLICE * self._options.max_tokens):
                 self._take(part)
                 on_progress(part[-1].share)

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -412,6 +413,97 @@ def test_the_audit_on_each_device_agrees(
     report = one(stored(tmp_path, samples), there)
     assert report.verdict == "sound"
     assert report.figures.max_abs_log_ratio < 1e-4
+
+
+# -- what the model knows and the files do not say ---------------------------------------------------------
+
+
+def without_last(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of the four fields that a recording must have, without its last id and logprob."""
+    return {**plain(row), "ids": row["ids"][:-1], "lp": row["lp"][:-1]}
+
+
+def plain(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: row[name] for name in ("prompt_ids", "ids", "lp", "finish_reason")}
+
+
+def rewritten(
+    data_dir: Path, tmp_path: Path, change: Callable[[dict[str, Any]], dict[str, Any]], **sampling: object
+) -> Path:
+    """The 32 rollouts of the plain softmax, each row changed."""
+    rows = json.loads((data_dir / "rollouts" / "fp32_processed__t1.json").read_text())["rows"]
+    path = tmp_path / "changed.json"
+    path.write_text(json.dumps({"sampling": sampling, "rows": [change(row) for row in rows]}))
+    return path
+
+
+def test_stop_tokens_that_recorded_rows_lost_are_missed(
+    data_dir: Path, scorer: Scorer, tmp_path: Path
+) -> None:
+    whole = rewritten(data_dir, tmp_path, plain)
+    assert one(whole, scorer, settings(statement=mode("processed"))).findings == ()
+    report = one(rewritten(data_dir, tmp_path, without_last), scorer, settings(statement=mode("processed")))
+    # The manifest says of all 32 that they stopped, and each ends with 2 or 4, as generation_config.json has.
+    assert report.verdict == "findings"
+    assert [(found.code, found.severity) for found in report.findings] == [("finish-mismatch", "error")] * 32
+    assert {found.where.sample for found in report.findings} == set(range(32))
+    assert report.findings[0].expected.endswith("stop token 2 or 4")
+
+
+@pytest.mark.parametrize("sampling", [{"stop": ["."]}, {"stop_token_ids": [30]}])
+def test_rows_that_do_not_say_which_of_several_stops_ended_them_are_not_blamed(
+    data_dir: Path, scorer: Scorer, tmp_path: Path, sampling: dict[str, object]
+) -> None:
+    path = rewritten(data_dir, tmp_path, without_last, **sampling)
+    assert one(path, scorer, settings(statement=mode("processed"))).findings == ()
+    # A null is an answer: no stop string and no other stop id ended the row.
+    path = rewritten(data_dir, tmp_path, lambda row: {**without_last(row), "stop_reason": None}, **sampling)
+    report = one(path, scorer, settings(statement=mode("processed")))
+    assert codes(report.findings) == {"finish-mismatch"}
+    assert len(report.findings) == 32
+    path = rewritten(data_dir, tmp_path, lambda row: {**without_last(row), "stop_reason": "."}, **sampling)
+    assert one(path, scorer, settings(statement=mode("processed"))).findings == ()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "code"),
+    [
+        (lambda ids: [1, *ids], "bos-doubled"),
+        (lambda ids: ids[1:], "bos-missing"),
+    ],
+)
+def test_a_wrong_start_of_recorded_prompts_is_named(
+    data_dir: Path, scorer: Scorer, tmp_path: Path, prompt: Callable[[list[int]], list[int]], code: str
+) -> None:
+    path = rewritten(data_dir, tmp_path, lambda row: {**plain(row), "prompt_ids": prompt(row["prompt_ids"])})
+    report = one(path, scorer, settings(statement=mode("processed")))
+    assert report.verdict == "findings"
+    assert [found.code for found in report.findings] == [code] * 32
+
+
+def test_shards_that_do_not_say_bos_and_eos_are_checked_with_those_of_the_model(
+    scorer: Scorer, tmp_path: Path, samples: list[Sample]
+) -> None:
+    def silent(sample: Sample, **stated: object) -> Sample:
+        changed: dict[str, Any] = {"bos_token_id": None, "eos_token_ids": (), **stated}
+        return replace(sample, provenances=tuple(replace(each, **changed) for each in sample.provenances))
+
+    rng = np.random.default_rng(0)
+    doubled = FAULTS["bos-doubled"].corrupt(samples[3], rng)
+    lost = FAULTS["finish-mismatch"].corrupt(samples[5], rng)
+    path = stored(tmp_path, [silent(samples[0]), silent(doubled), silent(lost)])
+    report = one(path, scorer)
+    assert [(found.code, found.where.sample) for found in report.findings] == [
+        ("bos-doubled", 1),
+        ("finish-mismatch", 2),
+    ]
+    # What is stated is not overridden: these say that id 7 begins a prompt, or that another model sampled.
+    (tmp_path / "stated").mkdir()
+    report = one(stored(tmp_path / "stated", [silent(doubled, bos_token_id=7)]), scorer)
+    assert codes(report.findings) == {"bos-missing"}
+    (tmp_path / "other").mkdir()
+    report = one(stored(tmp_path / "other", [silent(doubled, tokenizer_fingerprint="other")]), scorer)
+    assert codes(report.findings) == {"model-mismatch"}
 
 
 # -- files -------------------------------------------------------------------------------------------------

@@ -233,6 +233,8 @@ def test_converted_rollouts_are_audited_without_flags(
     assert len({sample.trajectory_id for sample in reader}) == 64
     # From the model directory: sha256 of tokenizer.json, config.json and generation_config.json.
     assert {(said.vocab_size, said.eos_token_ids) for said in reader.provenances} == {(1536, (2, 4))}
+    # Tokenizer and chat template both begin with <|bos|>, id 1.
+    assert {said.bos_token_id for said in reader.provenances} == {1}
     assert {said.tokenizer_fingerprint for said in reader.provenances} == {
         "9a08c7f6910288fc0b1ef075a3118ea431d0e8d6d51f9cd9b23083105c160931"
     }

@@ -220,11 +220,14 @@ def test_the_server_named_in_a_recording_is_never_read(tmp_path: Path) -> None:
 
 
 def test_the_model_that_sampled_is_kept_in_the_provenance(tmp_path: Path) -> None:
-    identity = ModelIdentity(tokenizer_fingerprint="ab", vocab_size=1536, eos_token_ids=(2, 4))
+    identity = ModelIdentity(
+        tokenizer_fingerprint="ab", vocab_size=1536, eos_token_ids=(2, 4), bos_token_id=1
+    )
     (first, _) = read_recording(write(tmp_path / "r.json", TWO_ROWS), RAW, identity=identity)
     assert first.sample is not None
     said = first.sample.provenances[0]
-    assert (said.tokenizer_fingerprint, said.vocab_size, said.eos_token_ids) == ("ab", 1536, (2, 4))
+    assert (said.tokenizer_fingerprint, said.vocab_size) == ("ab", 1536)
+    assert (said.eos_token_ids, said.bos_token_id) == ((2, 4), 1)
 
 
 # -- reply wrappers ----------------------------------------------------------------------------------------

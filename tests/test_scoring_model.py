@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from rlbatch.errors import ScoringError, StorageError
-from rlbatch.scoring import load_model, model_vocab_size, tokenizer_fingerprint
+from rlbatch.scoring import load_model, model_vocab_size, prepended_bos, tokenizer_fingerprint
 
 
 @pytest.fixture
@@ -169,6 +169,46 @@ def test_a_model_without_an_embedding_table_is_refused():
         match=r"an input embedding with a weight \[V, D\], in LlamaForCausalLM\n  found:    Identity",
     ):
         model_vocab_size(model)
+
+
+BOS_IN_FRONT = {
+    "type": "TemplateProcessing",
+    "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+    "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}},
+}
+EOS_BEHIND = {**BOS_IN_FRONT, "single": BOS_IN_FRONT["single"][::-1]}
+BYTES = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False, "use_regex": True}
+
+
+@pytest.mark.parametrize(
+    ("processor", "config", "expected"),
+    [
+        (BOS_IN_FRONT, {}, 1),
+        ({"type": "Sequence", "processors": [BYTES, BOS_IN_FRONT]}, {}, 1),
+        (BOS_IN_FRONT, {"add_bos_token": True, "chat_template": "{{ bos_token }}{{ messages }}"}, 1),
+        (BOS_IN_FRONT, {"chat_template": "<s>{{ messages }}"}, 1),
+        (BOS_IN_FRONT, {"chat_template": "{{ messages }}"}, None),
+        (BOS_IN_FRONT, {"add_bos_token": False}, None),
+        (EOS_BEHIND, {}, None),
+        (BYTES, {"chat_template": "{{ bos_token }}{{ messages }}"}, None),
+        (None, {}, None),
+    ],
+)
+def test_a_bos_is_known_where_tokenizer_and_chat_template_both_begin_with_it(
+    tmp_path, processor, config, expected
+):
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"post_processor": processor}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert prepended_bos(tmp_path, 1) == expected
+    assert prepended_bos(tmp_path, 3) is None
+    assert prepended_bos(tmp_path, None) is None
+
+
+def test_the_bos_of_real_files_and_of_none(tinylm_dir, tmp_path):
+    assert prepended_bos(tinylm_dir, 1) == 1
+    assert prepended_bos(tmp_path, 1) is None
+    (tmp_path / "tokenizer.json").write_text("{")
+    assert prepended_bos(tmp_path, 1) is None
 
 
 def test_tokenizer_fingerprint_is_the_sha256_of_its_file(tinylm_dir, tmp_path):

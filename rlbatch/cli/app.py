@@ -117,7 +117,7 @@ def convert(
         Path | None,
         typer.Option(
             show_default=False,
-            help="Directory of the model that sampled: its vocabulary, end tokens and tokenizer are stored.",
+            help="Directory of the model that sampled: its vocabulary, BOS, EOS and tokenizer are stored.",
         ),
     ] = None,
 ) -> None:

@@ -11,7 +11,8 @@ from rlbatch.records import Sample
 def _token_out_of_range(sample: Sample, rng: np.random.Generator) -> Sample:
     size = next((p.vocab_size for p in sample.provenances if p.vocab_size is not None), 2**30)
     ids = sample.token_ids.copy()
-    ids[int(rng.integers(len(ids)))] = size + 13
+    # Not the first, where there is another: the BOS would be missing too.
+    ids[int(rng.integers(min(1, len(ids) - 1), len(ids)))] = size + 13
     # It may be the last one: then it is not what stopped the turn either.
     return replace(sample, token_ids=ids, stop_reasons=())
 

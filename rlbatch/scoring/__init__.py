@@ -9,8 +9,9 @@ from rlbatch.scoring.inputs import ModelInputs, model_inputs
 from rlbatch.scoring.isolation import require_packing_isolated
 from rlbatch.scoring.kept import kept_sets
 from rlbatch.scoring.logprobs import logprob_head, trainer_logprobs
-from rlbatch.scoring.model import load_model, model_vocab_size, tokenizer_fingerprint
+from rlbatch.scoring.model import load_model, model_vocab_size
 from rlbatch.scoring.suspects import logits_for
+from rlbatch.scoring.tokenizer import prepended_bos, tokenizer_fingerprint
 
 __all__ = [
     "ModelInputs",
@@ -20,6 +21,7 @@ __all__ = [
     "logprob_head",
     "model_inputs",
     "model_vocab_size",
+    "prepended_bos",
     "require_packing_isolated",
     "tokenizer_fingerprint",
     "trainer_logprobs",

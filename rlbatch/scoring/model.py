@@ -1,9 +1,8 @@
-"""A transformers model from a local directory, its vocabulary size, and its tokenizer's fingerprint.
+"""A transformers model from a local directory, and its vocabulary size.
 
 Never downloads, never runs code that lies beside the weights, never fills in weights that are missing.
 """
 
-import hashlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -134,12 +133,6 @@ def _num_rows(table: nn.Module, declared: str) -> int | None:
         return None
     num_rows = weight.shape[0] if weight.dim() == 2 else getattr(unwrapped(table), declared, None)
     return num_rows if isinstance(num_rows, int) else None
-
-
-def tokenizer_fingerprint(path: str | os.PathLike[str]) -> str | None:
-    """sha256 (hex) of the directory's `tokenizer.json`, None where there is none."""
-    file = Path(path) / "tokenizer.json"
-    return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else None
 
 
 def _present(device: torch.device | str) -> torch.device:

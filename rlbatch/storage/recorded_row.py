@@ -16,7 +16,8 @@ class RecordedRow(msgspec.Struct, gc=False):
     lp: list[float | None] | None = None
     text: str | None = None
     finish_reason: str | None = None
-    stop_reason: int | str | None = None
+    stop_reason: int | str | msgspec.UnsetType | None = msgspec.UNSET
+    """null, where the main EOS ended it; a row without the key does not say."""
     routed_experts: str | None = None
 
 
@@ -40,7 +41,7 @@ def output_of(row: RecordedRow, label: str, where: Where) -> EngineOutput:
         completion_token_ids=row.ids,
         logprobs=row.lp,
         finish_reason=row.finish_reason,
-        stop_reason=row.stop_reason,
+        stop_reason=None if row.stop_reason is msgspec.UNSET else row.stop_reason,
         text=row.text,
         routed_experts=experts,
     )

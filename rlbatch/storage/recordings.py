@@ -30,6 +30,7 @@ from rlbatch.storage.recorded_exchange import (
 )
 from rlbatch.storage.recorded_row import RecordedRow, output_of
 from rlbatch.storage.statements import (
+    OWN_STOPS,
     ModelIdentity,
     Statement,
     provenance_of,
@@ -84,8 +85,8 @@ class _Place:
         return self.share_before + done * (self.share_after - self.share_before)
 
 
-_Entry: TypeAlias = tuple[Turn | ReplyError, float]
-"""What an entry became, and the share of its document read by then."""
+_Entry: TypeAlias = tuple[Turn | ReplyError, float, bool]
+"""What an entry became, the share of its document read by then, and whether it says what ended it."""
 
 
 def read_recording(
@@ -111,7 +112,7 @@ def read_recording(
     for place, document in _documents(path):
         groups: dict[bytes, str] = {}
         entries = _entries(document, place, index, statement, identity)
-        for number, (outcome, done) in enumerate(entries):
+        for number, (outcome, done, end_known) in enumerate(entries):
             where = place.entry(index, number)
             share = place.share(done)
             if isinstance(outcome, ReplyError):
@@ -123,8 +124,8 @@ def read_recording(
                 trajectory = Trajectory(trajectory_id=str(where.trajectory), turns=(outcome,), group_id=group)
                 yield Row(
                     index=index,
-                    sample=_sample(trajectory, where),
-                    findings=_turn_findings(trajectory, where),
+                    sample=_sample(trajectory, where, end_known=end_known),
+                    findings=_turn_findings(trajectory, where, end_known=end_known),
                     share=share,
                 )
             index += 1
@@ -140,7 +141,7 @@ def _row_findings(error: ReplyError, where: Where) -> tuple[Finding, ...]:
     return located.findings
 
 
-def _turn_findings(trajectory: Trajectory, where: Where) -> tuple[Finding, ...]:
+def _turn_findings(trajectory: Trajectory, where: Where, *, end_known: bool) -> tuple[Finding, ...]:
     """What the entry's turn shows by itself, at its place in the file."""
     return tuple(
         replace(
@@ -148,15 +149,17 @@ def _turn_findings(trajectory: Trajectory, where: Where) -> tuple[Finding, ...]:
             where=replace(where, turn=found.where.turn, start=found.where.start, stop=found.where.stop),
         )
         for found in check_sound_trajectory(trajectory)
+        if end_known or found.code != "finish-mismatch"
     )
 
 
-def _sample(trajectory: Trajectory, where: Where) -> Sample:
+def _sample(trajectory: Trajectory, where: Where, *, end_known: bool) -> Sample:
     try:
         (sample,) = to_samples(trajectory)
     except RecordError as error:
         raise ReplyError.of(_malformed(str(error), where)) from None
-    return sample
+    # Without stop reasons no turn's end is held against its finish reason.
+    return sample if end_known else replace(sample, stop_reasons=())
 
 
 def _documents(path: Path) -> Iterator[tuple[_Place, _Document]]:
@@ -215,7 +218,8 @@ def _entries(
         if document.rows is not None:
             said = {} if document.sampling is None else sampling_of_recording(document.sampling, place.where)
             provenance = provenance_of(said, statement, identity=identity, where=place.where)
-            yield from _recorded_rows(document.rows, place, first, provenance)
+            own_stops = any((document.sampling or {}).get(name) for name in OWN_STOPS)
+            yield from _recorded_rows(document.rows, place, first, provenance, own_stops=own_stops)
         else:
             yield from _reply(document, place, statement, identity)
     except ReplyError as error:
@@ -223,15 +227,17 @@ def _entries(
 
 
 def _recorded_rows(
-    rows: list[RecordedRow], place: _Place, first: int, provenance: Provenance
+    rows: list[RecordedRow], place: _Place, first: int, provenance: Provenance, *, own_stops: bool
 ) -> Iterator[_Entry]:
+    """The turn of each row; with stops of the request's own, a row must say which of them ended it."""
     for number, row in enumerate(rows):
         where = place.entry(first + number, number)
         try:
             turn: Turn | ReplyError = to_turn(output_of(row, f"row {number}", where), provenance)
         except ReplyError as error:
             turn = _located(error, where)
-        yield turn, (number + 1) / len(rows)
+        silent = row.finish_reason == "stop" and row.stop_reason is msgspec.UNSET
+        yield turn, (number + 1) / len(rows), not (own_stops and silent)
 
 
 def _reply(
@@ -242,10 +248,10 @@ def _reply(
     try:
         turns = turns_of_exchange(document, provenance)
     except ReplyError as error:
-        yield error, 1.0
+        yield error, 1.0, True
         return
     for number, turn in enumerate(turns):
-        yield turn, (number + 1) / len(turns)
+        yield turn, (number + 1) / len(turns), True
 
 
 def _located(error: ReplyError, where: Where, *, line: int | None = None) -> ReplyError:

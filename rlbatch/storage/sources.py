@@ -4,6 +4,7 @@ Knows nothing of what the rows are for.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from rlbatch.errors import Where
@@ -33,7 +34,7 @@ def read_rows(path: Path, statement: Statement, *, identity: ModelIdentity | Non
     Args:
         path: a shard, a recorded .json, or .jsonl of those.
         statement: what recorded JSON cannot say; a shard's provenance must not deny it.
-        identity: the model that sampled, for the provenance of recorded JSON.
+        identity: the model that sampled, for what the provenance of a sample does not say.
 
     Raises:
         StorageError: the file cannot be used.
@@ -45,11 +46,15 @@ def read_rows(path: Path, statement: Statement, *, identity: ModelIdentity | Non
         known = " or ".join((SHARD_SUFFIX, *RECORDING_SUFFIXES))
         found = f"the suffix {path.suffix}" if path.suffix else "no suffix"
         raise refusal("file-unusable", path, expected=f"a file whose suffix is {known}", found=found)
-    return _shard_rows(path, statement)
+    return _shard_rows(path, statement, identity)
 
 
-def _shard_rows(path: Path, statement: Statement) -> Iterator[Row]:
+def _shard_rows(path: Path, statement: Statement, identity: ModelIdentity | None) -> Iterator[Row]:
     reader = open_reader(path)
     require_agreement(reader.provenances, statement, Where(path=str(path)))
+    completed = {each: each if identity is None else identity.complete(each) for each in reader.provenances}
     for index, sample in enumerate(reader):
+        provenances = tuple(completed[each] for each in sample.provenances)
+        if provenances != sample.provenances:
+            sample = replace(sample, provenances=provenances)
         yield Row(index=index, sample=sample, share=(index + 1) / len(reader))

@@ -7,7 +7,7 @@ nothing of ids or logprobs.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from rlbatch.catalogue import finding
 from rlbatch.engines.sampling_fields import FLAGS, GRAMMARS, as_off, asks_for_grammar
@@ -29,6 +29,9 @@ NOT_SHAPING = (
     "stop_token_ids",
 )
 """Sampling fields that choose how many tokens are drawn, never from which distribution."""
+
+OWN_STOPS = ("stop", "stop_token_ids")
+"""Those that end a completion at something else than the model's EOS."""
 
 _NEUTRAL = SamplingParams(temperature=1.0)
 _WHOLE_NUMBERS = ("top_k", "min_tokens")
@@ -83,6 +86,20 @@ class ModelIdentity:
     """Ids that it can read and predict."""
     eos_token_ids: tuple[int, ...] = ()
     """Ids that end a completion."""
+    bos_token_id: int | None = None
+    """What every prompt begins with, once; None where that is not so, or nobody knows."""
+
+    def complete(self, provenance: Provenance) -> Provenance:
+        """The provenance with what it does not say; one that states another tokenizer is left as it is."""
+        stated = provenance.tokenizer_fingerprint
+        if stated is not None and stated != self.tokenizer_fingerprint:
+            return provenance
+        silent = {
+            spec.name: getattr(self, spec.name)
+            for spec in fields(self)
+            if getattr(provenance, spec.name) in (None, ())
+        }
+        return replace(provenance, **silent)
 
 
 def flag_of(name: str) -> str:
@@ -152,16 +169,13 @@ def provenance_of(
     # The first two are named again for mypy: neither can be None past this point.
     if missing or statement.engine is None or statement.logprobs_mode is None:
         raise ReplyError.of(_missing(missing, where))
-    identity = identity or ModelIdentity()
-    return Provenance(
+    provenance = Provenance(
         engine=statement.engine,
         engine_version=statement.engine_version,
         logprobs_mode=statement.logprobs_mode,
         sampling=_sampling(values, where),
-        tokenizer_fingerprint=identity.tokenizer_fingerprint,
-        vocab_size=identity.vocab_size,
-        eos_token_ids=identity.eos_token_ids,
     )
+    return provenance if identity is None else identity.complete(provenance)
 
 
 def _sampling(values: Mapping[str, object], where: Where) -> SamplingParams:
