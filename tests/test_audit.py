@@ -16,7 +16,7 @@ from rlbatch.errors import Finding, ScoringError, StorageError
 from rlbatch.faults import FAULTS, shift
 from rlbatch.records import LogprobsMode, Sample
 from rlbatch.report import FileReport, Verdict
-from rlbatch.storage import write_shard
+from rlbatch.storage import open_writer, write_shard
 from rlbatch.storage.recordings import Row, read_recording
 from rlbatch.storage.statements import Statement
 
@@ -566,6 +566,17 @@ def test_every_shard_of_a_directory_is_a_file_of_the_report(
         ("000000.safetensors", "sound"),
         ("000001.safetensors", "unusable"),
     ]
+
+
+def test_a_store_with_a_shard_missing_is_unusable(
+    scorer: Scorer, tmp_path: Path, samples: list[Sample]
+) -> None:
+    with open_writer(tmp_path, max_samples=8) as writer:
+        for each in samples:
+            writer.append(each)
+    (tmp_path / "000001.safetensors").unlink()
+    report = one(tmp_path, scorer)
+    assert (report.verdict, codes(report.findings)) == ("unusable", {"store-changed"})
 
 
 def test_a_flag_that_denies_a_shards_provenance_is_unusable(

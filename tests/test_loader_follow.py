@@ -85,7 +85,7 @@ def test_a_sampler_that_stops_is_an_error_in_time_and_nothing_is_lost(tmp_path):
     assert {batch.step.step for batch in passed} == {0}
     # The rest comes; the state goes on where it stood.
     write_shard(directory / "000001.safetensors", SAMPLES[8:])
-    (directory / END_NAME).write_text('{"num_shards": 2}')
+    (directory / END_NAME).write_text('{"num_shards": 2, "num_samples": 23}')
     resumed = follower(directory)
     resumed.load_state_dict(through_json(loader.state_dict()))
     assert each_once([*passed, *resumed], SAMPLES)
@@ -125,7 +125,11 @@ def test_an_empty_run_ends_at_once(tmp_path):
     [
         (lambda d: (d / "000000.safetensors").unlink(), "000000.safetensors gone"),
         (lambda d: write_shard(d / "00.safetensors", [numbered(90)]), "another shard"),
-        (lambda d: (d / END_NAME).write_text('{"num_shards": 9}'), "9 shards, as shards.end says"),
+        (
+            lambda d: (d / END_NAME).write_text('{"num_shards": 9, "num_samples": 12}'),
+            "9 shards, as shards.end says",
+        ),
+        (lambda d: (d / END_NAME).write_text('{"num_shards": 2, "num_samples": 13}'), "found:    12 in 2"),
         (lambda d: (d / END_NAME).write_text("[]"), "JSON with num_shards"),
         (lambda d: (d / "000002.safetensors").write_bytes(b"rubbish"), "file-unusable"),
     ],

@@ -110,6 +110,52 @@ def test_places_are_tokens_of_the_sample():
     assert findings["logprob-not-finite"].where.start == 2
 
 
+OTHERS = ["teacher_logprobs", "ref_logprobs", "proximal_logprobs"]
+
+
+@pytest.mark.parametrize("name", [*OTHERS, "raw_inference_logprobs"])
+@pytest.mark.parametrize(
+    ("value", "code"),
+    [(np.inf, "logprob-not-finite"), (-np.inf, "logprob-not-finite"), (3.0, "logprob-positive")],
+)
+def test_logprobs_of_other_models_are_looked_at_too(name, value, code):
+    good = one(trajectory_id="t1", sample_id="t1", **{name: np.float32([np.nan, np.nan, -0.5, -1])})
+    bad = one(**{name: np.float32([np.nan, np.nan, -0.5, value])})
+    (found,) = check_sound([good, bad], purpose="train")
+    assert (found.code, found.where.sample, found.where.start, found.where.stop) == (code, 1, 3, 4)
+    assert name in found.expected
+    assert "at token 3, 1 of 4 tokens" in found.found
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_trained_token_that_another_model_has_no_logprob_of_is_told(name):
+    bad = one(**{name: np.float32([np.nan, np.nan, -0.5, np.nan])})
+    assert codes(check_sound([bad], purpose="train")) == ["logprob-not-finite"]
+    # A sample that has none at all is told by the set, in training only.
+    assert codes(check_sound([one(), bad], purpose="audit")) == ["logprob-not-finite"]
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("value", [np.nan, np.inf, 3.0])
+def test_logprobs_of_other_models_mean_nothing_at_tokens_that_are_not_trained(name, value):
+    mask = np.array([False, False, True, False])
+    made = one(loss_mask=mask, **{name: np.float32([value, value, -0.5, value])})
+    assert check_sound([made], purpose="train") == ()
+    for least in (0.0, 5e-4):
+        made = one(**{name: np.float32([np.nan, np.nan, least, -1e30])})
+        assert check_sound([made], purpose="train") == ()
+
+
+def test_raw_values_may_be_missing_and_are_told_once_where_they_stand_in():
+    made = one(raw_inference_logprobs=np.float32([np.nan, np.nan, -0.5, np.nan]))
+    assert check_sound([made], purpose="train") == ()
+    raw = provenance(logprobs_mode="raw", sampling=SamplingParams(temperature=0.5))
+    for value, code in ((np.nan, "logprob-missing"), (np.inf, "logprob-not-finite"), (3, "logprob-positive")):
+        assert codes(check_sound([sample([1], [7, 8], [-1, value], provenance=raw)], purpose="audit")) == [
+            code
+        ]
+
+
 def test_ids_are_held_against_the_smallest_vocabulary_known():
     made = one(provenances=(provenance(vocab_size=7),))
     (found,) = check_sound([made], purpose="train", vocab_size=1536)

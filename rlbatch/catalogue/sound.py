@@ -53,7 +53,8 @@ ENTRIES = (
         level="sound",
         severity="error",
         symptom="A logprob is infinite, or is the NaN that an engine reported.",
-        check="Infinities at sampled tokens; in a reply, NaN too.",
+        check="Infinities at sampled tokens; in a reply, and in logprobs of other models (ref_logprobs), "
+        "NaN too.",
         likely="the engine's logits were not finite: the whole row is suspect",
         fix="look for the fault in the engine (precision, kernel, weights); do not replace the value",
     ),
@@ -71,7 +72,7 @@ ENTRIES = (
         level="sound",
         severity="error",
         symptom="A logprob is above 0: a probability above 1.",
-        check="Values above a rounding tolerance at sampled tokens.",
+        check="Values above a rounding tolerance at sampled tokens, in every field of logprobs.",
         likely="the engine returns logits (vLLM: --logprobs-mode raw_logits), or a sentinel",
         fix="start the engine with --logprobs-mode processed_logprobs",
     ),

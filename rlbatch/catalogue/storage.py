@@ -52,8 +52,9 @@ ENTRIES = (
         code="store-changed",
         level="storage",
         severity="error",
-        symptom="The shards of a store are not the ones that were there before.",
-        check="Names, sizes and times of open shards before each step; checksums of headers on resuming.",
+        symptom="The shards of a store are not the ones that were written, or that were there before.",
+        check="Numbers of shards and samples against shards.end, and the numbering, on opening; names, sizes "
+        "and times of open shards before each step; checksums of headers on resuming.",
         likely="shards were removed, replaced or written in place, or two writers share a directory",
         fix="write each shard once, give each writer its own directory, and delete only what nobody reads",
     ),

@@ -25,6 +25,7 @@ from rlbatch.soundness.stops import bos_wrong, finish_mismatch, mask_drops_eos, 
 from rlbatch.soundness.subject import Expectations, Members, Scratch, Subject
 from rlbatch.soundness.tokens import (
     advantage_not_finite,
+    impossible_other_logprobs,
     impossible_values,
     low_precision_logprobs,
     mask_without_logprob,
@@ -38,6 +39,7 @@ PART_TOKENS = 2**18
 CHECKS: tuple[Callable[[Subject], Iterator[Finding]], ...] = (
     token_out_of_range,
     impossible_values,
+    impossible_other_logprobs,
     low_precision_logprobs,
     mask_without_logprob,
     mask_drops_eos,

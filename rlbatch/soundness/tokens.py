@@ -9,6 +9,7 @@ from rlbatch.catalogue import finding
 from rlbatch.errors import Finding
 from rlbatch.soundness.subject import Subject
 from rlbatch.soundness.values import (
+    OTHER_LOGPROBS,
     POSITIVE_TOLERANCE,
     SENTINEL_AT,
     VALUE_FAULTS,
@@ -69,6 +70,48 @@ def impossible_values(subject: Subject) -> Iterator[Finding]:
                     expected=fault.expected,
                     found=found_text(reported, bad, subject.first_token(run)),
                 )
+
+
+def impossible_other_logprobs(subject: Subject) -> Iterator[Finding]:
+    """Values that are not finite, or positive, at trained tokens in the optional fields of logprobs."""
+    for name in OTHER_LOGPROBS:
+        parts = [getattr(sample, name) for sample in subject.samples]
+        if all(part is None for part in parts):
+            continue
+        # 0 is possible: a sample without the field has no fault in it.
+        values = np.concatenate(
+            [
+                np.zeros(len(sample), np.float32) if part is None else part
+                for sample, part in zip(subject.samples, parts, strict=True)
+            ]
+        )
+        possible = (values <= POSITIVE_TOLERANCE) & (values > -np.inf)
+        suspect = (subject.loss_mask & subject.sampled) > possible
+        for index, tokens in subject.by_sample(np.flatnonzero(suspect)):
+            yield from _impossible_of(name, index, tokens, subject)
+
+
+def _impossible_of(name: str, index: int, tokens: NDArray[np.intp], subject: Subject) -> Iterator[Finding]:
+    sample = subject.samples[index]
+    values = getattr(sample, name)
+    if name == "raw_inference_logprobs":
+        # Turns may lack them, and where they stand in for behaviour logprobs they are looked at as such.
+        own = [turn for turn, each in enumerate(sample.provenances) if each.gives_behaviour_logprobs]
+        tokens = tokens[np.isin(sample.turn[tokens], own) & ~np.isnan(values[tokens])]
+    is_finite = np.isfinite(values[tokens])
+    for code, bad, expected in (
+        ("logprob-not-finite", tokens[~is_finite], f"finite {name} at trained tokens"),
+        ("logprob-positive", tokens[is_finite], f"{name} of at most 0"),
+    ):
+        if len(bad):
+            yield finding(
+                code,
+                where=subject.where(index, bad),
+                expected=expected,
+                found=found_text(values, bad, 0),
+                likely=f"{name} come from a faulty forward pass, hold no logprobs, or are of other tokens",
+                fix=f"compute {name} again; rlbatch.scoring.trainer_logprobs gives what belongs there",
+            )
 
 
 def low_precision_logprobs(subject: Subject) -> Iterator[Finding]:

@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rlbatch.records import TOKEN_FIELDS
+
 POSITIVE_TOLERANCE = 1e-3
 """Nats above 0 that rounding explains: an engine's bf16 log-sum-exp of a certain token."""
 
@@ -42,6 +44,10 @@ VALUE_FAULTS: tuple[ValueFault, ...] = (
     ValueFault(code="logprob-positive", test=_is_positive, expected="logprobs of at most 0"),
 )
 """In order of precedence; no value is of two kinds."""
+
+
+OTHER_LOGPROBS = tuple(spec.name for spec in TOKEN_FIELDS if spec.optional)
+"""Fields of logprobs of the sampled tokens beside the behaviour logprobs."""
 
 
 MIN_SIGNS = 4

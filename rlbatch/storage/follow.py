@@ -5,18 +5,14 @@ one taken while names are added can lack some of them, so only what is there wit
 is what `shards.end` says. Knows one writer a directory.
 """
 
-import re
 from collections.abc import Sequence
-from itertools import takewhile
 from pathlib import Path
 from threading import Event
 from time import monotonic
 
-from rlbatch.storage.files import END_NAME, SHARD_SUFFIX, list_directory, refusal, unusable
-from rlbatch.storage.format import load_json, shown
+from rlbatch.storage.end import is_numbered, read_end, require_samples, require_shards, shard_name, unbroken
+from rlbatch.storage.files import END_NAME, list_directory, refusal
 from rlbatch.storage.reader import ShardReader
-
-_NUMBERED = re.compile(r"[0-9]{6,}" + re.escape(SHARD_SUFFIX))
 
 FIRST_PAUSE_S = 0.05
 MAX_PAUSE_S = 2.0
@@ -52,7 +48,7 @@ class ShardFollower:
 
         Raises:
             StorageError: store-overdue, no shard came in time; store-changed, the shards seen before are no
-                longer the first ones, or not as many came as the writer said; as `open_reader`, of a shard.
+                longer the first ones, or others came than the writer said; as `open_reader`, of a shard.
         """
         deadline = monotonic() + self._timeout_s
         pause = FIRST_PAUSE_S
@@ -80,27 +76,28 @@ class ShardFollower:
         if len(names) < len(known):
             self._require_there(known)
             return False
-        if listing.ended:
-            self._require_whole(len(names))
-            self.ended = len(names) == len(known)
-        if len(names) == len(known):
-            return False
         further = names[len(known) :]
-        self.reader = ShardReader(further) if self.reader is None else self.reader.extended(further)
-        return True
+        end = read_end(self._directory) if listing.ended else None
+        if end is not None:
+            require_shards(self._directory, listing.shards, end)
+        if further:
+            self.reader = ShardReader(further) if self.reader is None else self.reader.extended(further)
+        if end is not None:
+            require_samples(self._directory, 0 if self.reader is None else len(self.reader), end)
+            self.ended = not further
+        return bool(further)
 
     def _unbroken(self, shards: Sequence[Path]) -> list[str]:
         """Those numbered 0, 1, ... up to the first that is not listed."""
-        foreign = next((path for path in shards if not _NUMBERED.fullmatch(path.name)), None)
+        foreign = next((path for path in shards if not is_numbered(path)), None)
         if foreign is not None:
             raise refusal(
                 "store-changed",
                 self._directory,
-                expected=f"shards as a writer numbers them, 000000{SHARD_SUFFIX} first",
+                expected=f"shards as a writer numbers them, {shard_name(0)} first",
                 found=f"{foreign.name}, another shard",
             )
-        unbroken = takewhile(lambda each: _number(each[1]) == each[0], enumerate(shards))
-        return [str(path) for _, path in unbroken]
+        return [str(path) for path in unbroken(shards)]
 
     def _require_there(self, known: Sequence[str]) -> None:
         gone = next((path for path in map(Path, known) if not path.exists()), None)
@@ -112,24 +109,6 @@ class ShardFollower:
                 found=f"{gone.name} gone",
             )
 
-    def _require_whole(self, num_shards: int) -> None:
-        path = self._directory / END_NAME
-        try:
-            said = load_json(path.read_text())["num_shards"]
-        except OSError as error:
-            raise unusable(path, error) from error
-        except (ValueError, TypeError, LookupError) as error:
-            raise refusal(
-                "file-unusable", path, expected="JSON with num_shards", found=shown(str(error))
-            ) from error
-        if said != num_shards:
-            raise refusal(
-                "store-changed",
-                self._directory,
-                expected=f"{said} shards, as {END_NAME} says",
-                found=f"{num_shards} without a gap",
-            )
-
     def _overdue(self) -> Exception:
         num_shards = 0 if self.reader is None else len(self.reader.paths)
         return refusal(
@@ -138,7 +117,3 @@ class ShardFollower:
             expected=f"a further shard or {END_NAME} within {self._timeout_s:g} s",
             found=f"none after the first {num_shards}",
         )
-
-
-def _number(path: Path) -> int:
-    return int(path.name.removesuffix(SHARD_SUFFIX))

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from rlbatch.errors import Where
+from rlbatch.errors import StorageError, Where
 from rlbatch.storage.files import SHARD_SUFFIX, list_directory, refusal
 from rlbatch.storage.reader import open_reader
 from rlbatch.storage.recordings import Row, read_recording
@@ -19,13 +19,22 @@ RECORDING_SUFFIXES = (".json", ".jsonl")
 def files_of(path: Path) -> list[Path]:
     """The files to read: those of a directory are the shards right in it, any other path is itself.
 
-    A directory without shards stays itself, for `read_rows` to say what is wrong with it.
+    A directory without shards, or that lacks some of them, stays itself, for `read_rows` to say what is wrong
+    with it.
 
     Raises:
         StorageError: file-unusable, the directory cannot be listed.
     """
-    shards = list_directory(path).shards if path.is_dir() else ()
-    return list(shards) or [path]
+    if not path.is_dir():
+        return [path]
+    shards = list(list_directory(path).shards)
+    try:
+        open_reader(path)
+    except StorageError as error:
+        # A fault of one shard is told of that shard, and the others are read.
+        is_of_a_shard = error.findings[0].where.path in [str(shard) for shard in shards]
+        return shards if is_of_a_shard else [path]
+    return shards
 
 
 def read_rows(path: Path, statement: Statement, *, identity: ModelIdentity | None = None) -> Iterator[Row]:

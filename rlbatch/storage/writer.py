@@ -6,6 +6,7 @@ Shards are written once and whole; nothing is ever added to one. Values are stor
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -13,9 +14,9 @@ from typing import Self
 from rlbatch.errors import StorageError
 from rlbatch.records import Sample
 from rlbatch.storage.columns import SAMPLES, encode
+from rlbatch.storage.end import End, shard_name
 from rlbatch.storage.files import (
     END_NAME,
-    SHARD_SUFFIX,
     Listing,
     list_directory,
     make_directory,
@@ -73,10 +74,10 @@ def open_writer(
 class ShardWriter:
     """Collects samples and writes them as shards; made by `open_writer`, one a directory.
 
-    Use it as a context manager. When the block ends, what is collected is written, and then `shards.end`,
-    which tells who follows the directory that no more will come. When the block raises, what is collected is
-    discarded, since it may be half of something; the exception gets a note that says how many samples that
-    were. Shards that were written before stay, and no end is said.
+    Use it as a context manager. When the block ends, what is collected is written, and then `shards.end`, by
+    which readers know whether all is there, and who follows the directory that no more will come. When the
+    block raises, what is collected is discarded, since it may be half of something; the exception gets a note
+    that says how many samples that were. Shards that were written before stay, and no end is said.
 
     Attributes:
         directory: where the shards go.
@@ -144,15 +145,15 @@ class ShardWriter:
         """
         if not self._samples:
             return
-        path = self.directory / f"{len(self.paths):06d}{SHARD_SUFFIX}"
+        path = self.directory / shard_name(len(self.paths))
         _write(path, self._samples)
         self.paths = (*self.paths, str(path))
         self._num_written += len(self._samples)
         self._start()
 
     def _write_end(self) -> None:
-        end = {"num_shards": len(self.paths), "num_samples": self._num_written}
-        write_atomically(self.directory / END_NAME, [json.dumps(end).encode()])
+        end = End(num_shards=len(self.paths), num_samples=self._num_written)
+        write_atomically(self.directory / END_NAME, [json.dumps(asdict(end)).encode()])
 
     def _start(self) -> None:
         self._samples: list[Sample] = []
