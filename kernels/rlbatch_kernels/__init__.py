@@ -21,7 +21,7 @@ from rlbatch_kernels.errors import (
 )
 from rlbatch_kernels.ops import TokenStatistics, linear_logprobs, token_logprobs, token_statistics
 from rlbatch_kernels.per_token import PolicyLoss
-from rlbatch_kernels.stats import LAGS, RESIDUAL_CLIP, STAT_COLUMNS, column
+from rlbatch_kernels.stats import LAGS, RESIDUAL_CLIP, STAT_COLUMNS, WINDOW, WINDOW_LEAST, column
 from rlbatch_kernels.truncation import NO_ID, Kept, KeptIds, Truncation
 from rlbatch_kernels.vocab_parallel import VocabGroup
 
@@ -46,6 +46,8 @@ __all__ = [
     "TokenStatistics",
     "Truncation",
     "VocabGroup",
+    "WINDOW",
+    "WINDOW_LEAST",
     "alignment_stats",
     "alignment_stats_and_policy_gradient",
     "alignment_stats_and_ratio",

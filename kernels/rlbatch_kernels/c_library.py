@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-INTERFACE = 2
+INTERFACE = 3
 """What `csrc/kernels.c` must say it is; a library built from other sources is not used."""
 
 ELEMENTS_A_THREAD = 2**16
@@ -70,6 +70,7 @@ class Limits(ctypes.Structure):
             "confident_from",
             "disagrees_by",
             "residual_clip",
+            "window_least",
         )
     )
 

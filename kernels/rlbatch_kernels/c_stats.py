@@ -16,6 +16,7 @@ LIMITS = c_library.Limits(
     confident_from=stats.CONFIDENT_FROM,
     disagrees_by=stats.DISAGREES_BY,
     residual_clip=stats.RESIDUAL_CLIP,
+    window_least=stats.WINDOW_LEAST,
 )
 
 

@@ -36,8 +36,18 @@ CONFIDENT_FROM = torch.tensor(math.log(0.5), dtype=torch.float32).item()
 DISAGREES_BY = 2.0
 """Trainer this many nats below a confident engine."""
 
+WINDOW = 64
+"""Tokens, counted from the start of their segment, that are one window: what is wrong in one stretch must not
+drown in the rest. The last window of a segment may be shorter."""
+
+WINDOW_LEAST = torch.tensor(0.02, dtype=torch.float32).item()
+"""Mean clipped |difference| at lag 0, nats, below which a window counts as 0 in the largest of them.
+
+So a stretch in which no token differs by as much costs nothing. No lag could be told from noise there.
+"""
+
 TOKENS_AT_ONCE = 2**18
-"""Whole segments are taken together up to this many tokens: 25 columns of them are 50 MiB."""
+"""Whole segments are taken together up to this many tokens: 35 columns of them are 70 MiB."""
 
 STAT_COLUMNS: tuple[str, ...] = (
     "count",
@@ -57,10 +67,16 @@ STAT_COLUMNS: tuple[str, ...] = (
     "num_inference_not_finite",
     *(f"residual_sum_{lag}" for lag in LAGS),
     *(f"residual_pairs_{lag}" for lag in LAGS),
+    "first_num_compared",
+    "first_sum_abs_log_ratio",
+    "max_window_residual",
+    "max_window_lag_gain",
 )
 """Columns of the table, in order; what each holds is said in `rlbatch_kernels.alignment_stats`."""
 
 _MAXIMA = ("max_abs_log_ratio", "max_inference")
+_OF_WINDOWS = ("max_window_residual", "max_window_lag_gain")
+"""Maxima too, but over windows."""
 
 
 def column(table: Tensor, name: str) -> Tensor:
@@ -88,8 +104,9 @@ def segment_stats(
     segments = segments.to(trainer.device, non_blocking=True)
     table = torch.empty(len(lengths), len(STAT_COLUMNS), dtype=torch.float64, device=trainer.device)
     for first, last in _blocks(lengths):
-        block = segments[first:last].to(torch.int64)
-        table[first:last] = _block_stats(trainer, inference, mask, block, sum(lengths[first:last]), written)
+        block, sizes = segments[first:last].to(torch.int64), lengths[first:last]
+        num_windows = sum(-(-size // WINDOW) for size in sizes)
+        table[first:last] = _block_stats(trainer, inference, mask, block, sum(sizes), num_windows, written)
     return table
 
 
@@ -110,6 +127,7 @@ def _block_stats(
     mask: Tensor,
     segments: Tensor,
     num_tokens: int,
+    num_windows: int,
     written: Written | None,
 ) -> Tensor:
     lengths = segments[:, 2] - segments[:, 1]
@@ -124,13 +142,15 @@ def _block_stats(
     values = _token_values(*tokens)
     if written is not None:
         written.put(where, *tokens)
-    for lag in LAGS:
-        inside = (offset + lag >= 0) & (offset + lag < lengths[owner])
-        values[f"residual_sum_{lag}"], values[f"residual_pairs_{lag}"] = _residuals(*tokens, inside, lag)
-    sums = [name for name in STAT_COLUMNS if name not in _MAXIMA]
+    values |= _residuals(*tokens, offset, lengths[owner])
+    is_first = offset < WINDOW
+    values["first_num_compared"] = values["num_compared"] & is_first
+    values["first_sum_abs_log_ratio"] = torch.where(is_first, values["sum_abs_log_ratio"], 0.0)
+    sums = [name for name in STAT_COLUMNS if name not in (*_MAXIMA, *_OF_WINDOWS)]
     results = _reduce("sum", values, sums, lengths) | _reduce("max", values, list(_MAXIMA), lengths)
     # Over no token at all the largest |log_ratio| is 0, and the largest logprob -inf.
     results["max_abs_log_ratio"] = results["max_abs_log_ratio"].clamp(min=0.0)
+    results |= _of_windows(tokens, offset, lengths, num_windows)
     return torch.stack([results[name] for name in STAT_COLUMNS], dim=1)
 
 
@@ -160,13 +180,41 @@ def _token_values(trainer: Tensor, inference: Tensor, mask: Tensor) -> dict[str,
 
 
 def _residuals(
-    trainer: Tensor, inference: Tensor, mask: Tensor, inside: Tensor, lag: int
-) -> tuple[Tensor, Tensor]:
-    """Residual and pair [M] of each token as t; `inside` says where t + lag is in the same segment."""
-    # roll brings t + lag to t; where it wraps round, `inside` is False.
-    partner, partner_mask = trainer.roll(-lag), mask.roll(-lag)
-    paired = inside & mask & partner_mask & inference.isfinite() & partner.isfinite()
-    return torch.where(paired, (inference - partner).abs().clamp(max=RESIDUAL_CLIP), 0.0), paired
+    trainer: Tensor, inference: Tensor, mask: Tensor, offset: Tensor, length: Tensor
+) -> dict[str, Tensor]:
+    """Residual and pair [M] at each lag of each token as t, which is at `offset` of its `length` neighbours."""
+    values: dict[str, Tensor] = {}
+    for lag in LAGS:
+        # roll brings t + lag to t; where it wraps round, it is not inside.
+        inside = (offset + lag >= 0) & (offset + lag < length)
+        partner, partner_mask = trainer.roll(-lag), mask.roll(-lag)
+        paired = inside & mask & partner_mask & inference.isfinite() & partner.isfinite()
+        apart = (inference - partner).abs().clamp(max=RESIDUAL_CLIP)
+        values[f"residual_sum_{lag}"] = torch.where(paired, apart, 0.0)
+        values[f"residual_pairs_{lag}"] = paired
+    return values
+
+
+def _of_windows(
+    tokens: tuple[Tensor, Tensor, Tensor], offset: Tensor, lengths: Tensor, num_windows: int
+) -> dict[str, Tensor]:
+    """The largest over the windows of each segment [G]; a pair has both its ends in one window."""
+    counts = (lengths + WINDOW - 1) // WINDOW
+    owner = torch.arange(len(lengths), device=lengths.device).repeat_interleave(
+        counts, output_size=num_windows
+    )
+    number = torch.arange(num_windows, device=lengths.device) - (counts.cumsum(0) - counts)[owner]
+    sizes = (lengths[owner] - number * WINDOW).clamp(max=WINDOW)
+    values = _residuals(*tokens, offset % WINDOW, sizes.repeat_interleave(sizes, output_size=len(offset)))
+    sums = _reduce("sum", values, list(values), sizes)
+    means = {lag: sums[f"residual_sum_{lag}"] / sums[f"residual_pairs_{lag}"] for lag in LAGS}
+    # A lag without pairs, of which the mean is NaN, gains nothing.
+    others = torch.stack([means[lag].nan_to_num(math.inf) for lag in LAGS if lag]).amin(0)
+    is_loud = means[0] >= WINDOW_LEAST
+    gain = torch.where(is_loud, 1 - others / means[0], 0.0)
+    largest = {"max_window_residual": torch.where(is_loud, means[0], 0.0), "max_window_lag_gain": gain}
+    found = _reduce("max", largest, list(largest), counts)
+    return {name: each.clamp(min=0.0) for name, each in found.items()}
 
 
 def _reduce(how: str, values: dict[str, Tensor], names: list[str], lengths: Tensor) -> dict[str, Tensor]:

@@ -8,10 +8,10 @@ from rlbatch_kernels.per_token import KINDS, Written
 from rlbatch_kernels.reference import MAX_EXPONENT
 
 PIECE = 4096
-"""Tokens of a segment that one program takes: enough to pay for its reductions, and many programs a batch."""
+"""Tokens of a segment that one program takes, whole windows: enough to pay for its reductions, and many programs a batch."""
 
 BLOCK = 512
-"""Tokens at once: two a thread, as 25 results of each token are held in registers."""
+"""Tokens at once: two a thread, as 27 results of each token are held in registers."""
 
 NUM_WARPS = 8
 
@@ -50,10 +50,12 @@ def segment_stats(
                 stats.CONFIDENT_FROM,
                 stats.DISAGREES_BY,
                 stats.RESIDUAL_CLIP,
+                stats.WINDOW_LEAST,
                 0.0 if loss is None else loss.low,
                 0.0 if loss is None else loss.high,
                 KIND="" if written is None else KINDS[written.kind],
                 BLOCK=BLOCK,
+                WINDOW=stats.WINDOW,
                 WIDTH=PARTIAL_WIDTH,
                 num_warps=NUM_WARPS,
             )

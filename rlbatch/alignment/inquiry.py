@@ -18,7 +18,6 @@ from rlbatch.alignment.lags import whole_shift
 from rlbatch.alignment.limits import (
     FLOOR_MOST,
     LAG_ACCEPTED_SHARE,
-    LAG_LEAST,
     OUTLIER_TOKEN,
     PEERS_MIN_TOKENS,
     SUSPECT_FACTOR,
@@ -29,7 +28,6 @@ from rlbatch.alignment.measure import COLUMN, Measured
 from rlbatch.alignment.scene import Scene, place_of, usual_mean
 from rlbatch.errors import Finding
 from rlbatch.soundness.values import POSITIVE_TOLERANCE
-from rlbatch_kernels import LAGS
 
 
 @dataclass(kw_only=True, eq=False)
@@ -105,28 +103,27 @@ class Inquiry:
 
     def _suspect(self) -> NDArray[np.bool_]:
         """[G]; segments with a window that some hypothesis may explain. Cheap, and wide on purpose."""
-        if not len(self.table):
-            return self.comparable
-        windows, floor = self.measured.windows(), self._floor()
-        zero = _lag_mean(windows, 0)
-        others = np.stack([_lag_mean(windows, lag) for lag in LAGS if lag])
+        floor = self._floor()
         least = SUSPECT_MEAN if floor is None else max(SUSPECT_MEAN, SUSPECT_FACTOR * floor)
         anyway = (
-            (windows[:, COLUMN["num_trainer_not_finite"]] > 0)
-            | (windows[:, COLUMN["max_inference"]] > POSITIVE_TOLERANCE)
-            | ((others < LAG_ACCEPTED_SHARE * zero) & (zero >= LAG_LEAST)).any(axis=0)
+            (self._column("num_trainer_not_finite") > 0)
+            | (self._column("max_inference") > POSITIVE_TOLERANCE)
+            | (self._column("max_window_lag_gain") > 1 - LAG_ACCEPTED_SHARE)
         )
         # Values of another distribution are off, and may be 0 or absent, without any fault.
         if_comparable = (
-            (windows[:, COLUMN["num_inference_not_finite"]] > 0)
-            | (windows[:, COLUMN["num_zeros"]] > 0)
-            | (windows[:, COLUMN["max_abs_log_ratio"]] > OUTLIER_TOKEN)
-            | (zero >= least)
+            (self._column("num_inference_not_finite") > 0)
+            | (self._column("num_zeros") > 0)
+            | (self._column("max_abs_log_ratio") > OUTLIER_TOKEN)
+            | (self._column("max_window_residual") >= least)
+            | self._outliers(floor)
         )
-        any_in = np.logical_or.reduceat
-        first = self.measured.first_window
-        suspect: NDArray[np.bool_] = any_in(anyway, first) | (self.comparable & any_in(if_comparable, first))
-        return suspect | (self.comparable & self._outliers(floor))
+        suspect: NDArray[np.bool_] = anyway | (self.comparable & if_comparable)
+        return suspect
+
+    def _column(self, name: str) -> NDArray[np.float64]:
+        column: NDArray[np.float64] = self.table[:, COLUMN[name]]
+        return column
 
     def _outliers(self, floor: float | None) -> NDArray[np.bool_]:
         """[G]; segments far above what is usual among their peers, however little that is."""
@@ -160,11 +157,3 @@ class Inquiry:
         at = int(np.flatnonzero(owners == heard[-1])[0])
         leak = leak_by_index(means, where=place_of(batch, at))
         return told if leak is None else {at: leak}
-
-
-def _lag_mean(table: NDArray[np.float64], lag: int) -> NDArray[np.float64]:
-    """[W] mean clipped |difference| at a lag; infinite without pairs, so that it never wins."""
-    pairs = table[:, COLUMN[f"residual_pairs_{lag}"]]
-    total = table[:, COLUMN[f"residual_sum_{lag}"]]
-    empty = np.inf if lag else 0.0
-    return np.divide(total, pairs, out=np.full_like(total, empty), where=pairs > 0)

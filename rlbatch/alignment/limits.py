@@ -6,6 +6,7 @@ Those of subtle causes are in `subtle_limits`. Nothing else decides.
 from dataclasses import dataclass
 
 from rlbatch.errors import RecordError
+from rlbatch_kernels import WINDOW as KERNEL_WINDOW
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,11 +54,14 @@ OUTSIDE_SHARE = 0.02
 bf16 sampling left 0.17 and 0.34 % outside the sets of a float32 trainer, at their edges.
 """
 
-WINDOW = 64
+WINDOW = KERNEL_WINDOW
 """Tokens of a segment that are looked at together: a fault in one stretch must not drown in the rest."""
 
 SUSPECT_MEAN = 0.1
-"""Mean clipped |log_ratio| of a window, nats, from which its segment is worth a look. It decides nothing."""
+"""Mean clipped |log_ratio| of a window, nats, from which its segment is worth a look. It decides nothing.
+
+Lags are looked for from `rlbatch_kernels.WINDOW_LEAST` on.
+"""
 
 SUSPECT_FACTOR = 2.5
 """And at least this many times what is usual: in a noisy run every window reaches the first."""
@@ -107,8 +111,6 @@ LEFT_MOST = 0.25
 """Most that an explanation may leave of comparable values, nats: twice what a KLD of 0.028 leaves."""
 LEFT_FACTOR, LEFT_LEAST = 3.0, 0.03
 """And at most this many times what is usual among segments like it, where that is known, or 0.03 nats."""
-LAG_LEAST = 0.02
-"""Mean |log_ratio| at lag 0, nats, below which no lag is looked for: it could not be told from noise."""
 LAG_VOTE = 0.25
 """Nats by which one token must prefer one lag over another to count as a witness."""
 LAG_MIN_PAIRS = 6

@@ -1,6 +1,6 @@
 """One pass over a batch on its device: ratios for the loss, and a table of statistics for the verdict.
 
-Nothing here decides anything, and nothing waits for the device but `Measured.windows`.
+Nothing here decides anything, and nothing waits for the device but `Measured.table` and `num_trained`.
 """
 
 from dataclasses import dataclass, field
@@ -12,7 +12,6 @@ from einops import rearrange
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rlbatch.alignment.limits import WINDOW
 from rlbatch.batch import Batch
 from rlbatch.catalogue import finding
 from rlbatch.errors import AlignmentError
@@ -21,7 +20,6 @@ from rlbatch_kernels import STAT_COLUMNS, PolicyRatio, alignment_stats, policy_r
 
 COLUMN = {name: index for index, name in enumerate(STAT_COLUMNS)}
 LOGPROB_DTYPES = (torch.float32, torch.float64)
-_MAXIMA = [COLUMN[name] for name in STAT_COLUMNS if name.startswith("max_")]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -31,16 +29,14 @@ class Measured:
     batch: Batch
     trainer_logprobs: Tensor
     """[B, T] float32 or float64, detached."""
-    first_window: NDArray[np.int64]
-    """[G] which window begins each segment."""
     _attached: Tensor
     """The same with the gradient's way back."""
     _is_grad_enabled: bool
     """Whether gradients were recorded when the batch was measured."""
     _versions: tuple[int | None, ...]
     """What `_versions` gave then."""
-    _windows: Tensor
-    """[W, stats] float64, on the host or on its way there."""
+    _table: Tensor
+    """[G, stats] float64, on the host or on its way there."""
     _num_trained: Tensor
     """[] the same of the count of trained positions."""
     _copied: "torch.cuda.Event | None" = field(default=None)
@@ -76,19 +72,10 @@ class Measured:
                 )
             )
 
-    def windows(self) -> NDArray[np.float64]:
-        """[W, stats], a row for each `WINDOW` tokens of a segment; waits where the copy has not arrived."""
-        self._arrived()
-        windows: NDArray[np.float64] = self._windows.numpy()
-        return windows
-
     def table(self) -> NDArray[np.float64]:
-        """[G, stats], a row a segment."""
-        windows = self.windows()
-        if not len(self.first_window):
-            return windows
-        table = np.add.reduceat(windows, self.first_window, axis=0)
-        table[:, _MAXIMA] = np.maximum.reduceat(windows[:, _MAXIMA], self.first_window, axis=0)
+        """[G, stats], a row a segment; waits where the copy has not arrived."""
+        self._arrived()
+        table: NDArray[np.float64] = self._table.numpy()
         return table
 
     def num_trained(self) -> int:
@@ -125,17 +112,15 @@ def measure(batch: Batch, trainer_logprobs: Tensor) -> Measured:
     """
     _check(batch, trainer_logprobs)
     detached = trainer_logprobs.detach()
-    windows, first_window = _windows(batch)
-    table = alignment_stats(detached, batch.inference_logprobs, batch.loss_mask, windows)
+    table = alignment_stats(detached, batch.inference_logprobs, batch.loss_mask, _on_host(batch))
     on_host, num_trained, copied = _to_host(table, torch.count_nonzero(batch.loss_mask))
     return Measured(
         batch=batch,
         trainer_logprobs=detached,
-        first_window=first_window,
         _attached=trainer_logprobs,
         _is_grad_enabled=torch.is_grad_enabled(),
         _versions=_versions(batch, trainer_logprobs),
-        _windows=on_host,
+        _table=on_host,
         _num_trained=num_trained,
         _copied=copied,
     )
@@ -147,17 +132,11 @@ def _versions(batch: Batch, trainer_logprobs: Tensor) -> tuple[int | None, ...]:
     return tuple(None if tensor.is_inference() else tensor._version for tensor in tensors)
 
 
-def _windows(batch: Batch) -> tuple[Tensor, NDArray[np.int64]]:
-    """[W, 4] int32 pieces of at most `WINDOW` positions, and the first piece of each segment [G]."""
-    on_host = batch.segments.device.type == "cpu"
-    segments = batch.segments.numpy() if on_host else np.array(batch.host_segments, np.int32).reshape(-1, 4)
-    start, stop = segments[:, 1], segments[:, 2]
-    num_windows = -(-(stop - start) // WINDOW)
-    first = np.cumsum(num_windows, dtype=np.int64) - num_windows
-    windows = np.repeat(segments, num_windows, axis=0)
-    windows[:, 1] += WINDOW * (np.arange(len(windows)) - np.repeat(first, num_windows)).astype(np.int32)
-    windows[:, 2] = np.minimum(windows[:, 1] + WINDOW, windows[:, 2])
-    return torch.from_numpy(windows), first
+def _on_host(batch: Batch) -> Tensor:
+    """`batch.segments` on the host, without a copy from the device."""
+    if batch.segments.device.type == "cpu":
+        return batch.segments
+    return torch.from_numpy(np.array(batch.host_segments, np.int32).reshape(-1, 4))
 
 
 def _check(batch: Batch, trainer_logprobs: object) -> None:
@@ -187,12 +166,12 @@ def _to_host(table: Tensor, count: Tensor) -> "tuple[Tensor, Tensor, torch.cuda.
     """The one device-to-host copy; on CUDA it runs on and an event tells when it is done."""
     if table.device.type != "cuda":
         return table.cpu(), count.cpu(), None
-    packed = torch.cat([rearrange(table, "w s -> (w s)"), count.to(table.dtype).reshape(1)])
+    packed = torch.cat([rearrange(table, "g s -> (g s)"), count.to(table.dtype).reshape(1)])
     host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
     host.copy_(packed, non_blocking=True)
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record()
-    return rearrange(host[:-1], "(w s) -> w s", s=table.shape[1]), host[-1], event
+    return rearrange(host[:-1], "(g s) -> g s", s=table.shape[1]), host[-1], event
 
 
 def _comparable(batch: Batch) -> Tensor:

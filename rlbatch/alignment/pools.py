@@ -121,8 +121,9 @@ class _Seen:
         self.num += float(num.sum())
         self.size += float(size.sum())
         self.signed += float(table[:, COLUMN["sum_log_ratio"]].sum())
-        first = inquiry.measured.windows()[inquiry.measured.first_window[mine]]
-        num_first, size_first = first[:, COLUMN["num_compared"]], first[:, COLUMN["sum_abs_log_ratio"]]
+        num_first, size_first = (
+            table[:, COLUMN[name]] for name in ("first_num_compared", "first_sum_abs_log_ratio")
+        )
         goes_on = num > num_first
         self.num_first += float(num_first[goes_on].sum())
         self.size_first += float(size_first[goes_on].sum())

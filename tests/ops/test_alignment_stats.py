@@ -94,7 +94,43 @@ def _segment_by_loop(
                 residuals.append(min(abs(ours - theirs), 4.0))
         sums.append(math.fsum(residuals))
         pairs.append(len(residuals))
-    return [float(value) for value in values + sums + pairs]
+    windows = [slice(at, at + 64) for at in range(0, len(tokens), 64)]
+    first = [abs(t - i) for t, i in _compared(tokens[:64], trained[:64])]
+    residuals, gains = [0.0], [0.0]
+    for window in windows:
+        residual, gain = _window_by_loop(tokens[window], trained[window])
+        residuals.append(residual)
+        gains.append(gain)
+    last = [len(first), math.fsum(first), max(residuals), max(gains)]
+    return [float(value) for value in values + sums + pairs + last]
+
+
+def _compared(tokens: Sequence[tuple[float, float]], trained: Sequence[bool]) -> list[tuple[float, float]]:
+    return [
+        (t, i)
+        for (t, i), on in zip(tokens, trained, strict=True)
+        if on and math.isfinite(t) and math.isfinite(i)
+    ]
+
+
+def _window_by_loop(tokens: Sequence[tuple[float, float]], trained: Sequence[bool]) -> tuple[float, float]:
+    """Residual at lag 0, and the share of it that the best other lag saves; zeros below 0.02 nats."""
+    means = {}
+    for lag in (-2, -1, 0, 1, 2):
+        found = [
+            min(abs(tokens[t][1] - tokens[t + lag][0]), 4.0)
+            for t in range(max(0, -lag), min(len(tokens), len(tokens) - lag))
+            if trained[t]
+            and trained[t + lag]
+            and math.isfinite(tokens[t][1])
+            and math.isfinite(tokens[t + lag][0])
+        ]
+        if found:
+            means[lag] = math.fsum(found) / len(found)
+    zero = means.pop(0, 0.0)
+    if zero < 0.02:
+        return 0.0, 0.0
+    return zero, 1 - min(means.values(), default=math.inf) / zero
 
 
 def random_batch(seed: int, rows: int = 4, width: int = 60) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -126,6 +162,7 @@ def test_columns_are_those_of_the_contract() -> None:
         num_trainer_not_finite num_inference_not_finite
         residual_sum_-2 residual_sum_-1 residual_sum_0 residual_sum_1 residual_sum_2
         residual_pairs_-2 residual_pairs_-1 residual_pairs_0 residual_pairs_1 residual_pairs_2
+        first_num_compared first_sum_abs_log_ratio max_window_residual max_window_lag_gain
     """
     assert tuple(contract.split()) == STAT_COLUMNS
     assert LAGS == (-2, -1, 0, 1, 2)
@@ -163,6 +200,11 @@ def test_two_tokens_worked_by_hand(device: torch.device) -> None:
         "residual_pairs_0": 2,
         "residual_pairs_1": 1,
         "residual_pairs_2": 0,
+        "first_num_compared": 2,
+        "first_sum_abs_log_ratio": 0.5,
+        # (0.5 + 0) / 2; lag 1 leaves 0.5 and lag -1 leaves 1, which is more.
+        "max_window_residual": 0.25,
+        "max_window_lag_gain": 0.0,
     }
     assert list(found) == list(expected)
     assert found == pytest.approx(expected, abs=5e-7)
@@ -197,7 +239,9 @@ def test_sums_of_equal_terms_stay_exact(
     found = alignment_stats(trainer, inference, mask, segments)[0].tolist()
     truth = by_loop(trainer.cpu(), inference.cpu(), mask.cpu(), segments)[0]
     for name, ours, exact in zip(STAT_COLUMNS, found, truth, strict=True):
-        assert abs(ours - exact) <= relative * abs(exact), name
+        # 1 less a share of which both sides are rounded.
+        size_of = 2.0 if name == "max_window_lag_gain" else abs(exact)
+        assert abs(ours - exact) <= relative * size_of, name
 
 
 def test_small_log_ratios_keep_their_k3(device: torch.device) -> None:
@@ -261,6 +305,41 @@ def test_an_entry_too_many_in_front_is_lag_minus_one() -> None:
     assert (found["residual_sum_0"], found["residual_pairs_0"]) == (6.0, 3)
 
 
+def test_a_stretch_at_another_lag_shows_in_its_window_alone(device: torch.device) -> None:
+    # 200 tokens that agree but for 0.01 nats, of which the window from 128 on has the values of lag 1.
+    trainer = [-((7 * t % 10) + 1) / 10 for t in range(200)]
+    inference = [value + 0.01 for value in trainer]
+    inference[128:191] = trainer[129:192]
+    found = row_of(trainer, inference, device=device)
+    # Neighbours differ by 0.7 or 0.3: at t = 128, 138, ... 7 of 10 by 0.3 and 3 by 0.7. Token 191 by 0.01.
+    apart = [abs(trainer[t] - trainer[t + 1]) for t in range(128, 191)]
+    assert found["max_window_residual"] == pytest.approx((sum(apart) + 0.01) / 64, rel=1e-5)
+    assert found["max_window_lag_gain"] == pytest.approx(1.0, abs=1e-5)
+    # All 199 pairs together leave more at lag 1 than at lag 0.
+    assert found["residual_sum_1"] > found["residual_sum_0"]
+    assert (found["first_num_compared"], found["first_sum_abs_log_ratio"]) == (
+        64,
+        pytest.approx(0.64, rel=1e-5),
+    )
+
+
+def test_a_window_that_is_not_loud_counts_as_0(device: torch.device) -> None:
+    quiet, loud = [0.019] * 64, [0.021] * 64
+    assert row_of([-1.0] * 64, [-1.0 - x for x in quiet], device=device)["max_window_residual"] == 0.0
+    found = row_of([-1.0] * 128, [-1.0 - x for x in quiet + loud], device=device)
+    assert found["max_window_residual"] == pytest.approx(0.021, rel=1e-5)
+    # A constant fits at every lag as well as at lag 0.
+    assert found["max_window_lag_gain"] == pytest.approx(0.0, abs=1e-5)
+
+
+def test_the_last_tokens_of_a_segment_are_a_window_of_their_own(device: torch.device) -> None:
+    # One wild token after whole windows: a window of one, which has no pair at another lag.
+    found = row_of([-1.0] * 129, [*[-1.0] * 128, -3.0], device=device)
+    assert (found["max_window_residual"], found["max_window_lag_gain"]) == (2.0, 0.0)
+    # In a whole window it is one of 64.
+    assert row_of([-1.0] * 128, [*[-1.0] * 127, -3.0], device=device)["max_window_residual"] == 2 / 64
+
+
 def test_a_pair_needs_both_ends_trained_and_in_one_segment(device: torch.device) -> None:
     ones = torch.ones(1, 6, device=device)
     mask = torch.tensor([[True, True, False, True, True, True]], device=device)
@@ -273,15 +352,18 @@ def test_a_pair_needs_both_ends_trained_and_in_one_segment(device: torch.device)
     assert column(table, "residual_pairs_0").tolist() == [3, 2]
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_equals_a_loop_over_tokens(device: torch.device, seed: int, backend: str) -> None:
-    batch = random_batch(seed)
+# 260: segments of several windows.
+@pytest.mark.parametrize(("seed", "width"), [(0, 60), (1, 60), (2, 60), (3, 260), (4, 260)])
+def test_equals_a_loop_over_tokens(device: torch.device, seed: int, width: int, backend: str) -> None:
+    batch = random_batch(seed, width=width)
     found = alignment_stats(*(tensor.to(device) for tensor in batch)).cpu()
     expected = torch.tensor(by_loop(*batch), dtype=torch.float64)
     sizes = expected.abs()
     # Terms of both signs: the error is of their sizes.
     sizes[:, STAT_COLUMNS.index("sum_log_ratio")] = sizes[:, STAT_COLUMNS.index("sum_abs_log_ratio")]
     error = torch.where(found == expected, 0.0, (found - expected).abs())
+    # Of 1 less a share of the residual at lag 0, to which that of the share adds up.
+    sizes[:, STAT_COLUMNS.index("max_window_lag_gain")] = 2.0
     assert (error <= RELATIVE[backend] * sizes + 1e-12).all()
 
 

@@ -108,10 +108,12 @@ def test_gradients_are_rounded_to_the_nearest_half(level: str, dtype: torch.dtyp
     assert narrow.grad.isinf().any() == (dtype == torch.float16)
 
 
-# A segment is 16 tokens of AVX-512 (4, 8 of the others), clean blocks of at most 1024, and what lacks a
-# partner: 17 to 34 have none or one vector of it, 1041 to 2067 one or two blocks, whole or not.
+# A segment is 16 tokens of AVX-512 (4, 8 of the others), clean blocks up to every 1024th token, and what lacks a
+# partner: 17 to 34 have none or one vector of it, 1025 to 2067 one or two blocks, whole or not; 63 to 66 and 130
+# have a window more or less.
 @pytest.mark.parametrize(
-    "length", [0, 1, 2, 15, 16, 17, 18, 19, 33, 34, 530, 1041, 1042, 1043, 1058, 2066, 2067, 3000]
+    "length",
+    [0, 1, 2, 15, 16, 17, 18, 19, 33, 34, 63, 64, 65, 66, 130, 530, 1025, 1026, 1027, 1042, 2050, 2067, 3000],
 )
 def test_statistics_of_every_level_equal_torch(level: str, length: int) -> None:
     batch = troubled_batch(3, 3000)
@@ -241,6 +243,7 @@ def test_the_limits_are_those_of_the_reference() -> None:
     assert c_stats.LIMITS.residual_clip == stats.RESIDUAL_CLIP
     assert c_stats.LIMITS.zero_needs_below == stats.ZERO_NEEDS_BELOW
     assert c_stats.LIMITS.confident_from == stats.CONFIDENT_FROM
+    assert c_stats.LIMITS.window_least == stats.WINDOW_LEAST
 
 
 WITHOUT_TORCH = """
@@ -252,10 +255,10 @@ inference = (ctypes.c_float * n)(*[-random.expovariate(1.0) for _ in range(n)])
 trainer = (ctypes.c_float * n)(*[value + random.gauss(0, 0.01) for value in inference])
 mask = (ctypes.c_uint8 * n)(*[1] * n)
 segments = (ctypes.c_int64 * 8)(0, 0, n, 0, 0, 5, n, 0)
-limits = (ctypes.c_float * 6)(20.0, 1.0, -1e-3, -0.69, 2.0, 4.0)
+limits = (ctypes.c_float * 7)(20.0, 1.0, -1e-3, -0.69, 2.0, 4.0, 0.02)
 tables = []
 for threads in (1, 4):
-    table = (ctypes.c_double * 50)()
+    table = (ctypes.c_double * 58)()
     failed = lib.rlb_alignment_stats(
         trainer, inference, mask, None, ctypes.c_int64(n), segments, ctypes.c_int64(2), limits, table,
         0, threads,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rlbatch_kernels import STAT_COLUMNS, triton_library, triton_softmax, triton_stats
+from rlbatch_kernels import STAT_COLUMNS, stats, triton_library, triton_softmax, triton_stats
 from rlbatch_kernels.per_token import KINDS
 
 if (reason := triton_library.missing()) is not None:
@@ -27,7 +27,15 @@ MAX_SHARED = {80: 163 * 1024, 90: 227 * 1024}
 
 STATE = {"offsets": "*i64", "target_ids": "*i64", "scales": "*fp64", "maxima": "*fp64"}
 NUMBERS = {"num_columns": "i32", "first_column": "i32"}
-LIMITS = ("max_exponent", "k3_cap", "zero_needs_below", "confident_from", "disagrees_by", "residual_clip")
+LIMITS = (
+    "max_exponent",
+    "k3_cap",
+    "zero_needs_below",
+    "confident_from",
+    "disagrees_by",
+    "residual_clip",
+    "window_least",
+)
 
 
 def forward_case(dtype: str, *, full: bool) -> tuple[dict[str, str], dict[str, Any]]:
@@ -144,6 +152,7 @@ def test_triton_statistics_hold_every_sum_in_registers(capability: int, kind: st
     constants: dict[str, Any] = {
         "KIND": kind,
         "BLOCK": triton_stats.BLOCK,
+        "WINDOW": stats.WINDOW,
         "WIDTH": triton_stats.PARTIAL_WIDTH,
     }
     for name, read_by in (("out", KINDS), ("advantages", KINDS[1:])):

@@ -17,10 +17,11 @@
 #endif
 
 #define INLINE inline __attribute__((always_inline, unused))
+#define NOINLINE __attribute__((noinline, unused))
 #define EXPORT __attribute__((visibility("default")))
 
 /* Raised with every change of what is exported; c_library.py refuses another one. */
-enum { INTERFACE = 2 };
+enum { INTERFACE = 3 };
 
 static const float LOG2_E = 1.44269504f;
 /* ln 2 = LN2_HIGH + LN2_LOW; the first has 15 bits, so that its product with a small whole number is exact. */
@@ -50,12 +51,23 @@ static const float OF_SQUARE[NUM_POWERS] = {0, 1, 1, 14.0f / 24, 30.0f / 120, 62
 
 /* Tokens that one lane adds up in float32 before it is folded into float64. */
 enum { LANE_TOKENS = 64 };
-/* Tokens between two entries in the table of partial results. */
+/* Tokens of a segment that are one window, counted from its start. */
+enum { WINDOW = 64 };
+/* Tokens between two entries in the table of partial results: whole windows. */
 enum { CHUNK = 1 << 16 };
 
 /* Columns of the table, in the order of STAT_COLUMNS. */
 enum { MAX_LAG = 2, NUM_LAGS = 2 * MAX_LAG + 1 };
-enum { MAX_ABS_COLUMN = 9, MAX_INFERENCE_COLUMN = 10, NUM_COLUMNS = 15 + 2 * NUM_LAGS };
+enum { MAX_ABS_COLUMN = 9, MAX_INFERENCE_COLUMN = 10, LAGS_COLUMN = 15 };
+enum {
+    FIRST_COMPARED_COLUMN = LAGS_COLUMN + 2 * NUM_LAGS, FIRST_ABS_COLUMN, MAX_WINDOW_COLUMN, MAX_GAIN_COLUMN,
+    NUM_COLUMNS
+};
+
+static int is_maximum(int column) {
+    return column == MAX_ABS_COLUMN || column == MAX_INFERENCE_COLUMN || column == MAX_WINDOW_COLUMN ||
+           column == MAX_GAIN_COLUMN;
+}
 
 /* Sums in float, which stand side by side in the table from column 2 on; then those of the lags. */
 enum {
@@ -69,7 +81,7 @@ enum {
 
 /* The numbers of stats.py that decide what is counted. */
 struct limits {
-    float max_exponent, k3_cap, zero_needs_below, confident_from, disagrees_by, residual_clip;
+    float max_exponent, k3_cap, zero_needs_below, confident_from, disagrees_by, residual_clip, window_least;
 };
 
 /* What is written of each token: its ratio, or the gradient of a policy loss to the trainer's logprob, as
@@ -236,7 +248,7 @@ static void stats_item(const void *argument, int64_t chunk) {
 
 static void add_row(double *to, const double *row) {
     for (int k = 0; k < NUM_COLUMNS; k++) {
-        if (k != MAX_ABS_COLUMN && k != MAX_INFERENCE_COLUMN) to[k] += row[k];
+        if (!is_maximum(k)) to[k] += row[k];
         else if (row[k] > to[k]) to[k] = row[k];
     }
 }

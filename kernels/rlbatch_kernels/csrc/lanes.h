@@ -40,6 +40,15 @@ static INLINE vf NAME(smaller)(vf x, vf other) {
 #endif
 }
 
+/* |x|, at most `most`; where x is NaN the latter. */
+static INLINE vf NAME(clipped)(vf x, vf most) {
+#ifdef VECTOR_CLIPPED
+    return (vf)VECTOR_CLIPPED(x, most);
+#else
+    return NAME(smaller)(NAME(absolute)(x), most);
+#endif
+}
+
 /* Whether a comparison holds in any lane. */
 static INLINE int NAME(any)(vi where) {
 #ifdef VECTOR_SIGNS
@@ -51,10 +60,13 @@ static INLINE int NAME(any)(vi where) {
 #endif
 }
 
+/* Halves onto halves: a few additions that wait for each other, not LANES of them. */
 static INLINE double NAME(sum)(vd lanes) {
-    double total = 0;
-    for (int lane = 0; lane < LANES; lane++) total += lanes[lane];
-    return total;
+    double left[LANES];
+    memcpy(left, &lanes, sizeof left);
+    for (int half = LANES / 2; half > 0; half /= 2)
+        for (int lane = 0; lane < half; lane++) left[lane] += left[lane + half];
+    return left[0];
 }
 
 static INLINE double NAME(total_of)(vf lanes) { return NAME(sum)(__builtin_convertvector(lanes, vd)); }

@@ -50,6 +50,8 @@
 #define LANES 16
 #define VECTOR_MAX(x, y) _mm512_max_ps((__m512)(x), (__m512)(y))
 #define VECTOR_MIN(x, y) _mm512_min_ps((__m512)(x), (__m512)(y))
+/* The smaller of the two by size, with the sign cleared. */
+#define VECTOR_CLIPPED(x, y) _mm512_range_ps((__m512)(x), (__m512)(y), 10)
 #define VECTOR_SIGNS(x) _mm512_movepi32_mask((__m512i)(x))
 #include "lanes.h"
 #include "softmax.h"
@@ -58,6 +60,7 @@
 #undef LANES
 #undef VECTOR_MAX
 #undef VECTOR_MIN
+#undef VECTOR_CLIPPED
 #undef VECTOR_SIGNS
 #if defined(__clang__)
 #pragma clang attribute pop

@@ -8,6 +8,7 @@ struct NAME(sums) {
     vd value[NUM_VALUES];
     vi count[NUM_COUNTS];
     vf max_abs_log_ratio, max_inference;
+    double max_window_residual, max_window_lag_gain;
     int64_t num_clean; /* tokens of clean blocks, which count in every count but two */
 };
 
@@ -80,11 +81,17 @@ static INLINE void NAME(stats_of)(vf t, vf i, vi mask, const struct limits *at, 
     NAME(store)(to.out, NAME(written_of_any)(written, t, mask, both, i_fine, &to));
 }
 
+/* Sums at each lag, and how many pairs they are of. */
+struct NAME(residuals) {
+    vf value[NUM_LAGS];
+    vi pairs[NUM_LAGS];
+};
+
 /* The residuals of a block: each inference logprob beside the trainer's at every lag. */
-static INLINE void NAME(residuals_of)(const float *trainer, const float *inference, int vectors, float clip,
-                                      struct NAME(sums) *sums) {
-    vf value[NUM_LAGS] = {{0}};
-    vi pairs[NUM_LAGS] = {{0}};
+static INLINE struct NAME(residuals) NAME(residuals_of)(const float *trainer, const float *inference, int vectors,
+                                                        float clip) {
+    struct NAME(residuals) sums;
+    memset(&sums, 0, sizeof sums);
     for (int v = 0; v < vectors; v++) {
         vf i = NAME(load)(inference + v * LANES);
         for (int lag = 0; lag < NUM_LAGS; lag++) {
@@ -92,14 +99,74 @@ static INLINE void NAME(residuals_of)(const float *trainer, const float *inferen
             /* False where either is NaN: no pair. */
             vi paired = apart == apart;
             vf kept = NAME(select)(apart < clip, apart, NAME(splat)(clip));
-            value[lag] += (vf)((vi)kept & paired);
-            pairs[lag] -= paired;
+            sums.value[lag] += (vf)((vi)kept & paired);
+            sums.pairs[lag] -= paired;
         }
     }
-    for (int lag = 0; lag < NUM_LAGS; lag++) {
-        sums->value[RESIDUAL_SUM + lag] += __builtin_convertvector(value[lag], vd);
-        sums->count[NUM_PAIRS + lag] += pairs[lag];
+    return sums;
+}
+
+/* Up to LANES tokens from `j` on; those beyond n are 0, and not trained. */
+static INLINE void NAME(load_tokens)(const struct tokens *of, int64_t j, int n, vf *t, vf *i, vi *mask) {
+    if (n >= LANES) {
+        *t = NAME(load)(of->trainer + j);
+        *i = NAME(load)(of->inference + j);
+        *mask = NAME(load_mask)(of->mask + j);
+        return;
     }
+    float trainer[LANES] = {0}, inference[LANES] = {0};
+    uint8_t trained[LANES] = {0};
+    memcpy(trainer, of->trainer + j, (size_t)n * sizeof *trainer);
+    memcpy(inference, of->inference + j, (size_t)n * sizeof *inference);
+    memcpy(trained, of->mask + j, (size_t)n);
+    *t = NAME(load)(trainer);
+    *i = NAME(load)(inference);
+    *mask = NAME(load_mask)(trained);
+}
+
+/* How many of n tokens from `first` on are compared, and the sum of their |log_ratio|. */
+static NOINLINE double NAME(sum_of_sizes)(const struct tokens *of, int64_t first, int n, int64_t *compared) {
+    vf total = {0};
+    vi count = {0};
+    for (int done = 0; done < n; done += LANES) {
+        vf t, i;
+        vi mask;
+        NAME(load_tokens)(of, first + done, n - done, &t, &i, &mask);
+        vi both = mask & NAME(finite)(t) & NAME(finite)(i);
+        total += (vf)((vi)NAME(absolute)(t - i) & both);
+        count -= both;
+    }
+    *compared = NAME(count)(count);
+    return NAME(total_of)(total);
+}
+
+/* The window from `first` on of a segment up to `stop`, whose pairs are all inside it: taken in where it is loud. */
+static NOINLINE void NAME(window)(const struct tokens *of, int64_t first, int64_t stop, const struct limits *at,
+                                  struct NAME(sums) *sums) {
+    int n = stop - first < WINDOW ? (int)(stop - first) : WINDOW;
+    int64_t compared;
+    /* No mean is larger without the clip; rounded down, for sums in another order must not fall short of it. */
+    if (NAME(sum_of_sizes)(of, first, n, &compared) < 0.999 * at->window_least * (double)compared) return;
+    float trainer[WINDOW + LANES + 2 * MAX_LAG], inference[WINDOW + LANES];
+    for (int j = 0; j < WINDOW + LANES + 2 * MAX_LAG; j++) trainer[j] = NAN;
+    for (int j = 0; j < n; j += LANES) {
+        vf t, i, nan = NAME(splat)(NAN);
+        vi mask;
+        NAME(load_tokens)(of, first + j, n - j, &t, &i, &mask);
+        NAME(store)(trainer + MAX_LAG + j, NAME(select)(mask & NAME(finite)(t), t, nan));
+        NAME(store)(inference + j, NAME(select)(mask & NAME(finite)(i), i, nan));
+    }
+    struct NAME(residuals) found = NAME(residuals_of)(trainer, inference, (n + LANES - 1) / LANES, at->residual_clip);
+    double mean[NUM_LAGS], other = INFINITY;
+    for (int lag = 0; lag < NUM_LAGS; lag++) {
+        int64_t pairs = NAME(count)(found.pairs[lag]);
+        mean[lag] = pairs ? NAME(total_of)(found.value[lag]) / (double)pairs : INFINITY;
+        if (lag != MAX_LAG && mean[lag] < other) other = mean[lag];
+    }
+    double zero = mean[MAX_LAG];
+    if (zero == INFINITY || zero < at->window_least) return;
+    if (zero > sums->max_window_residual) sums->max_window_residual = zero;
+    if (1 - other / zero > sums->max_window_lag_gain) sums->max_window_lag_gain = 1 - other / zero;
 }
 
 static INLINE float NAME(partner)(const struct tokens *of, int64_t at, int64_t start, int64_t stop) {
@@ -113,43 +180,44 @@ static INLINE void NAME(any_block)(const struct tokens *of, int64_t start, int64
     float trainer[BLOCK + LANES + 2 * MAX_LAG], inference[BLOCK + LANES];
     vf value[RESIDUAL_SUM] = {{0}};
     vi count[NUM_PAIRS] = {{0}};
-    vf maxima[2] = {sums->max_abs_log_ratio, sums->max_inference};
-    int done = 0;
-    for (; done + LANES <= n; done += LANES) {
-        int64_t j = first + done;
-        NAME(stats_of)(NAME(load)(of->trainer + j), NAME(load)(of->inference + j), NAME(load_mask)(of->mask + j), at,
-                       value, count, maxima, trainer + MAX_LAG + done, inference + done,
-                       written_from(of->written, j));
-    }
-    if (done < n) {
-        float t[LANES] = {0}, i[LANES] = {0}, advantages[LANES] = {0}, out[LANES];
+    vf maxima[2] = {{0}, NAME(splat)(-INFINITY)};
+    for (int done = 0; done < n; done += LANES) {
         struct written from = written_from(of->written, first + done), to = from;
-        uint8_t mask[LANES] = {0};
-        size_t left = (size_t)(n - done);
-        memcpy(t, of->trainer + first + done, left * sizeof *t);
-        memcpy(i, of->inference + first + done, left * sizeof *i);
-        memcpy(mask, of->mask + first + done, left);
-        if (from.out) to.out = out;
-        if (from.advantages) to.advantages = memcpy(advantages, from.advantages, left * sizeof *advantages);
-        NAME(stats_of)(NAME(load)(t), NAME(load)(i), NAME(load_mask)(mask), at, value, count, maxima,
-                       trainer + MAX_LAG + done, inference + done, to);
-        if (from.out) memcpy(from.out, out, left * sizeof *out);
+        float advantages[LANES] = {0}, out[LANES];
+        int left = n - done < LANES ? n - done : LANES, is_tail = left < LANES;
+        vf t, i;
+        vi mask;
+        NAME(load_tokens)(of, first + done, left, &t, &i, &mask);
+        if (is_tail && from.out) to.out = out;
+        if (is_tail && from.advantages)
+            to.advantages = memcpy(advantages, from.advantages, (size_t)left * sizeof *advantages);
+        NAME(stats_of)(t, i, mask, at, value, count, maxima, trainer + MAX_LAG + done, inference + done, to);
+        if (is_tail && from.out) memcpy(from.out, out, (size_t)left * sizeof *out);
     }
     for (int k = 0; k < MAX_LAG; k++) {
         trainer[k] = NAME(partner)(of, first - MAX_LAG + k, start, stop);
         trainer[MAX_LAG + n + k] = NAME(partner)(of, first + n + k, start, stop);
     }
+    struct NAME(residuals) found = NAME(residuals_of)(trainer, inference, (n + LANES - 1) / LANES, at->residual_clip);
     for (int k = 0; k < RESIDUAL_SUM; k++) sums->value[k] += __builtin_convertvector(value[k], vd);
     for (int k = 0; k < NUM_PAIRS; k++) sums->count[k] += count[k];
-    sums->max_abs_log_ratio = maxima[0];
-    sums->max_inference = maxima[1];
-    NAME(residuals_of)(trainer, inference, (n + LANES - 1) / LANES, at->residual_clip, sums);
+    for (int lag = 0; lag < NUM_LAGS; lag++) {
+        sums->value[RESIDUAL_SUM + lag] += __builtin_convertvector(found.value[lag], vd);
+        sums->count[NUM_PAIRS + lag] += found.pairs[lag];
+    }
+    sums->max_abs_log_ratio = NAME(larger)(maxima[0], sums->max_abs_log_ratio);
+    sums->max_inference = NAME(larger)(maxima[1], sums->max_inference);
+    /* No mean is above its largest term. */
+    if (!NAME(any)(maxima[0] >= at->window_least)) return;
+    for (int64_t j = first - (first - start) % WINDOW; j < first + n; j += WINDOW)
+        NAME(window)(of, j, stop, at, sums);
 }
 
 /* What a clean block adds, told apart from what any block adds by its first pass. */
 struct NAME(clean) {
     vf power[NUM_POWERS]; /* power[k]: the sum of log_ratio^(k + 1) */
     vf abs_log_ratio, residual[NUM_LAGS], max_abs, max_inference;
+    vf max_window_mean; /* of |log_ratio|, lane by lane: a window's own is at most that of its loudest lane */
 };
 
 static INLINE int NAME(all_trained)(const uint8_t *mask, int n) {
@@ -158,33 +226,59 @@ static INLINE int NAME(all_trained)(const uint8_t *mask, int n) {
     return all;
 }
 
-/* One pass over n tokens whose partners at every lag are there: all that needs no exponential. Lag 0 is left
- * out: where no |log_ratio| reaches the clip its residuals are the |log_ratio| themselves. */
-static INLINE void NAME(clean_pass)(const float *trainer, const float *inference, int n, float clip,
-                                    struct NAME(clean) *to) {
-    struct NAME(clean) sums = *to;
+/* Tokens whose partners at every lag are there, at most a window of them: all that needs no exponential. Lag 0 is
+ * left out: where no |log_ratio| reaches the clip its residuals are the |log_ratio| themselves. */
+static INLINE void NAME(clean_tokens)(const float *trainer, const float *inference, int n, float clip,
+                                      struct NAME(clean) *to, vf *mean) {
+    vf total = {0};
     for (int j = 0; j < n; j += LANES) {
         __builtin_prefetch(trainer + j + PREFETCH);
         __builtin_prefetch(inference + j + PREFETCH);
         vf i = NAME(load)(inference + j), d = NAME(load)(trainer + j) - i, size = NAME(absolute)(d);
         vf square = d * d, cube = square * d;
-        sums.power[0] += d;
-        sums.power[1] += square;
-        sums.power[2] += square * d;
-        sums.power[3] += square * square;
-        sums.power[4] += square * cube;
-        sums.power[5] += cube * cube;
-        sums.power[6] += cube * (square * square);
-        sums.abs_log_ratio += size;
-        sums.max_abs = NAME(larger)(size, sums.max_abs);
-        sums.max_inference = NAME(larger)(i, sums.max_inference);
+        to->power[0] += d;
+        to->power[1] += square;
+        to->power[2] += square * d;
+        to->power[3] += square * square;
+        to->power[4] += square * cube;
+        to->power[5] += cube * cube;
+        to->power[6] += cube * (square * square);
+        total += size;
+        to->max_abs = NAME(larger)(size, to->max_abs);
+        to->max_inference = NAME(larger)(i, to->max_inference);
         for (int lag = 0; lag < NUM_LAGS; lag++) {
             if (lag == MAX_LAG) continue;
-            vf apart = NAME(absolute)(i - NAME(load)(trainer + j + lag - MAX_LAG));
-            sums.residual[lag] += NAME(smaller)(apart, NAME(splat)(clip));
+            vf apart = i - NAME(load)(trainer + j + lag - MAX_LAG);
+            to->residual[lag] += NAME(clipped)(apart, NAME(splat)(clip));
         }
     }
+    to->abs_log_ratio += total;
+    *mean = total * ((float)LANES / (float)n);
+    to->max_window_mean = NAME(larger)(*mean, to->max_window_mean);
+}
+
+/* One pass over n tokens of a clean block, the first of which is number `at` of its window; and the mean |log_ratio|
+ * of each window's tokens in the block. */
+static INLINE void NAME(clean_pass)(const float *trainer, const float *inference, int n, int at, float clip,
+                                    struct NAME(clean) *to, vf *means) {
+    struct NAME(clean) sums = *to;
+    int j = 0;
+    if (at > 0) {
+        j = WINDOW - at < n ? WINDOW - at : n;
+        NAME(clean_tokens)(trainer, inference, j, clip, &sums, means++);
+    }
+    for (; j + WINDOW <= n; j += WINDOW)
+        NAME(clean_tokens)(trainer + j, inference + j, WINDOW, clip, &sums, means++);
+    if (j < n) NAME(clean_tokens)(trainer + j, inference + j, n - j, clip, &sums, means);
     *to = sums;
+}
+
+/* Those windows of a clean block that have a lane of at least `least`. */
+static NOINLINE void NAME(loud_windows)(const struct tokens *of, int64_t start, int64_t stop, int64_t first, int n,
+                                        const vf *means, float least, const struct limits *at,
+                                        struct NAME(sums) *sums) {
+    for (int64_t j = first - (first - start) % WINDOW; j < first + n; j += WINDOW)
+        if (NAME(any)(*means++ >= least)) NAME(window)(of, j, stop, at, sums);
 }
 
 /* The sum of |log_ratio|, each clipped: the residuals at lag 0. */
@@ -249,8 +343,8 @@ static INLINE void NAME(clean_counts)(const float *trainer, const float *inferen
 
 /* Whole vectors in the middle of a segment, every token of them and its partners trained and finite: the common
  * case, at a third of the instructions. 0 and nothing added where it is no such block. */
-static INLINE int NAME(clean_block)(const struct tokens *of, int64_t first, int n, const struct limits *at,
-                                    struct NAME(sums) *sums) {
+static INLINE int NAME(clean_block)(const struct tokens *of, int64_t start, int64_t stop, int64_t first, int n,
+                                    const struct limits *at, struct NAME(sums) *sums) {
     const float *trainer = of->trainer + first, *inference = of->inference + first;
     __builtin_prefetch(of->mask + first + PREFETCH);
     if (!NAME(all_trained)(of->mask + first, n)) return 0;
@@ -259,7 +353,8 @@ static INLINE int NAME(clean_block)(const struct tokens *of, int64_t first, int 
             !isfinite(trainer[n + k - 1]))
             return 0;
     struct NAME(clean) found = {.max_inference = NAME(splat)(-INFINITY)};
-    NAME(clean_pass)(trainer, inference, n, at->residual_clip, &found);
+    vf means[BLOCK / WINDOW];
+    NAME(clean_pass)(trainer, inference, n, (int)((first - start) % WINDOW), at->residual_clip, &found, means);
     /* A NaN or an infinity on either side is one in here. */
     if (NAME(any)(~NAME(finite)(found.abs_log_ratio))) return 0;
     vf value[RESIDUAL_SUM] = {{0}};
@@ -282,20 +377,25 @@ static INLINE int NAME(clean_block)(const struct tokens *of, int64_t first, int 
     sums->max_abs_log_ratio = NAME(larger)(found.max_abs, sums->max_abs_log_ratio);
     sums->max_inference = NAME(larger)(found.max_inference, sums->max_inference);
     sums->num_clean += n;
+    /* Less a little, for sums in another order must not fall short of it. */
+    float least = 0.999f * at->window_least;
+    if (NAME(any)(found.max_window_mean >= least))
+        NAME(loud_windows)(of, start, stop, first, n, means, least, at, sums);
     return 1;
 }
 
 /* Tokens from `first` on of the segment [start, stop), none from `last` on; how many. A clean block needs its
- * partners, so the few tokens at either end of a segment, which lack some, are taken by themselves. */
+ * partners, so the few tokens at either end of a segment, which lack some, are taken by themselves. Blocks end
+ * where windows do. */
 static INLINE int NAME(stats_block)(const struct tokens *of, int64_t start, int64_t stop, int64_t first, int64_t last,
                                     const struct limits *at, struct NAME(sums) *sums) {
-    int n = last - first < BLOCK ? (int)(last - first) : BLOCK;
+    int most = BLOCK - (int)((first - start) % WINDOW), n = last - first < most ? (int)(last - first) : most;
     if (first - MAX_LAG < start) {
         n = n < LANES ? n : LANES;
     } else {
         int64_t inner = stop - MAX_LAG - first;
         int whole = (inner < n ? (int)inner : n) / LANES * LANES;
-        if (whole > 0 && NAME(clean_block)(of, first, whole, at, sums)) return whole;
+        if (whole > 0 && NAME(clean_block)(of, start, stop, first, whole, at, sums)) return whole;
     }
     NAME(any_block)(of, start, stop, first, n, at, sums);
     return n;
@@ -323,7 +423,13 @@ static void NAME(stats_chunk)(const struct tokens *of, int64_t start, int64_t st
     row[13] = (double)(counts[COUNT] - counts[NUM_TRAINER_FINE]);
     row[14] = (double)(counts[COUNT] - counts[NUM_INFERENCE_FINE]);
     for (int lag = 0; lag < NUM_LAGS; lag++) {
-        row[15 + lag] = NAME(sum)(sums.value[RESIDUAL_SUM + lag]);
-        row[15 + NUM_LAGS + lag] = (double)counts[NUM_PAIRS + lag];
+        row[LAGS_COLUMN + lag] = NAME(sum)(sums.value[RESIDUAL_SUM + lag]);
+        row[LAGS_COLUMN + NUM_LAGS + lag] = (double)counts[NUM_PAIRS + lag];
     }
+    int64_t compared = 0;
+    int n = first > start ? 0 : stop - start < WINDOW ? (int)(stop - start) : WINDOW;
+    row[FIRST_ABS_COLUMN] = NAME(sum_of_sizes)(of, start, n, &compared);
+    row[FIRST_COMPARED_COLUMN] = (double)compared;
+    row[MAX_WINDOW_COLUMN] = sums.max_window_residual;
+    row[MAX_GAIN_COLUMN] = sums.max_window_lag_gain;
 }

@@ -22,7 +22,11 @@ NAN = tl.constexpr(float("nan"))
 
 MAX_ABS_LOG_RATIO = tl.constexpr(9)
 MAX_INFERENCE = tl.constexpr(10)
-"""Columns that hold maxima; all others are sums."""
+FIRST_COMPARED = tl.constexpr(25)
+FIRST_SIZE = tl.constexpr(26)
+MAX_WINDOW = tl.constexpr(27)
+MAX_GAIN = tl.constexpr(28)
+"""Columns: those that hold maxima begin with MAX, all others are sums."""
 
 
 @triton.jit
@@ -86,6 +90,51 @@ def _weight(d, ratio, advantage, low, high, max_exponent, KIND: tl.constexpr):
 
 
 @triton.jit
+def _mean(residual, paired, NUM: tl.constexpr, WINDOW: tl.constexpr):
+    """Mean [NUM] of each window of NUM * WINDOW lanes; infinite without pairs."""
+    total = tl.sum(tl.reshape(residual, [NUM, WINDOW]), axis=1)
+    pairs = tl.sum(tl.reshape(paired.to(tl.int32), [NUM, WINDOW]), axis=1)
+    return tl.where(pairs > 0, total / tl.maximum(pairs, 1).to(tl.float32), INFINITY)
+
+
+@triton.jit
+def _mean_at(trainer, mask, place, within, LAG: tl.constexpr, end, usable, i, clip, BLOCK, WINDOW):
+    """The same of the pairs at one lag that are inside their window; `end` is one past the last."""
+    partner = place + LAG
+    here = usable & (within + LAG >= 0) & (within + LAG < WINDOW) & (partner < end)
+    t = tl.load(trainer + partner, mask=here, other=0.0)
+    paired = here & (tl.load(mask + partner, mask=here, other=0) != 0) & _finite(t)
+    return _mean(tl.where(paired, tl.minimum(tl.abs(i - t), clip), 0.0), paired, BLOCK // WINDOW, WINDOW)
+
+
+@triton.jit
+def _windows(
+    trainer, inference, mask, first, end, clip, least, row, BLOCK: tl.constexpr, WINDOW: tl.constexpr
+):
+    """The largest of the windows of one piece, to its row: what `stats.WINDOW` and `stats.WINDOW_LEAST` say."""
+    lane = tl.arange(0, BLOCK)
+    largest = tl.zeros([BLOCK // WINDOW], tl.float32)
+    gain = tl.zeros([BLOCK // WINDOW], tl.float32)
+    for at in range(first, end, BLOCK):
+        place, within = at + lane, lane % WINDOW
+        here = place < end
+        m = tl.load(mask + place, mask=here, other=0) != 0
+        i = tl.load(inference + place, mask=here, other=0.0)
+        usable = m & _finite(i)
+        zero = _mean_at(trainer, mask, place, within, 0, end, usable, i, clip, BLOCK, WINDOW)
+        other = zero + INFINITY
+        for lag in tl.static_range(-2, 3):
+            if lag != 0:
+                mean = _mean_at(trainer, mask, place, within, lag, end, usable, i, clip, BLOCK, WINDOW)
+                other = tl.minimum(other, mean)
+        loud = (zero >= least) & (zero < INFINITY)
+        largest = tl.maximum(largest, tl.where(loud, zero, 0.0))
+        gain = tl.maximum(gain, tl.where(loud, 1.0 - other / tl.where(loud, zero, 1.0), 0.0))
+    tl.store(row + MAX_WINDOW, tl.max(largest, axis=0).to(tl.float64))
+    tl.store(row + MAX_GAIN, tl.max(gain, axis=0).to(tl.float64))
+
+
+@triton.jit
 def pieces(
     trainer,
     inference,
@@ -100,10 +149,12 @@ def pieces(
     confident_from,
     disagrees_by,
     residual_clip,
+    window_least,
     low,
     high,
     KIND: tl.constexpr,
     BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
     """Write the partial results of one piece to its row of `partials` [P, WIDTH] float64.
@@ -120,6 +171,7 @@ def pieces(
     trained, compared, zeros, confident, t_bad, i_bad = none, none, none, none, none, none
     log_ratio, size, square, k3, k3_capped, ratios, ratio_square = zero, zero, zero, zero, zero, zero, zero
     largest, largest_inference = zero, zero + MINUS_INFINITY
+    first_compared, first_size = none, zero
     r0, r1, r2, r3, r4 = zero, zero, zero, zero, zero
     p0, p1, p2, p3, p4 = none, none, none, none, none
     for at in range(first, end, BLOCK):
@@ -143,6 +195,9 @@ def pieces(
         k3_capped += tl.minimum(nats, k3_cap)
         ratios += counted
         ratio_square += counted * counted
+        in_first = place < start + WINDOW
+        first_compared += (both & in_first).to(tl.int32)
+        first_size += tl.where(in_first, tl.abs(d), 0.0)
         largest = tl.maximum(largest, tl.abs(d))
         largest_inference = tl.maximum(largest_inference, tl.where(both, i, MINUS_INFINITY))
         zeros += (both & (i == 0.0) & (t < zero_needs_below)).to(tl.int32)
@@ -167,11 +222,35 @@ def pieces(
     sums = (trained, compared, log_ratio, size, square, k3, k3_capped, ratios, ratio_square)
     for column in tl.static_range(9):
         tl.store(row + column, tl.sum(sums[column].to(tl.float64), axis=0))
-    tl.store(row + MAX_ABS_LOG_RATIO, tl.max(largest, axis=0).to(tl.float64))
+    largest_size = tl.max(largest, axis=0)
+    tl.store(row + MAX_ABS_LOG_RATIO, largest_size.to(tl.float64))
     tl.store(row + MAX_INFERENCE, tl.max(largest_inference, axis=0).to(tl.float64))
-    sums = (zeros, confident, t_bad, i_bad, r0, r1, r2, r3, r4, p0, p1, p2, p3, p4)
-    for column in tl.static_range(14):
+    sums = (
+        zeros,
+        confident,
+        t_bad,
+        i_bad,
+        r0,
+        r1,
+        r2,
+        r3,
+        r4,
+        p0,
+        p1,
+        p2,
+        p3,
+        p4,
+        first_compared,
+        first_size,
+    )
+    for column in tl.static_range(16):
         tl.store(row + (MAX_INFERENCE + 1 + column), tl.sum(sums[column].to(tl.float64), axis=0))
+    # No mean is above its largest term: a piece of quiet tokens is not read again.
+    if largest_size >= window_least:
+        _windows(trainer, inference, mask, first, end, residual_clip, window_least, row, BLOCK, WINDOW)
+    else:
+        tl.store(row + MAX_WINDOW, 0.0)
+        tl.store(row + MAX_GAIN, 0.0)
 
 
 @triton.jit
@@ -180,6 +259,7 @@ def combine(partials, ends, table, NUM_COLUMNS: tl.constexpr, WIDTH: tl.constexp
     segment = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, WIDTH)
     is_maximum = (column == MAX_ABS_LOG_RATIO) | (column == MAX_INFERENCE)
+    is_maximum |= (column == MAX_WINDOW) | (column == MAX_GAIN)
     initial = tl.where(column == MAX_INFERENCE, MINUS_INFINITY, 0.0)
     result = initial.to(tl.float64)
     for piece in range(tl.load(ends + segment), tl.load(ends + segment + 1)):
