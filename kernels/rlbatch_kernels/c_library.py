@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-INTERFACE = 2
+INTERFACE = 3
 """What `csrc/kernels.c` must say it is; a library built from other sources is not used."""
 
 ELEMENTS_A_THREAD = 2**16
@@ -22,6 +22,15 @@ LOGIT_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 _Pointer = ctypes.c_void_p
 _Int64 = ctypes.c_int64
+
+
+class Shaping(ctypes.Structure):
+    """`struct shaping`."""
+
+    _fields_ = (
+        *((name, ctypes.c_float) for name in ("logit_scale", "soft_cap", "scale_over_cap", "one_over_cap")),
+        ("vocab_mask", _Pointer),
+    )
 
 
 class Rows(ctypes.Structure):
@@ -36,6 +45,7 @@ class Rows(ctypes.Structure):
         ("first_column", _Int64),
         ("target_ids", _Pointer),
         ("temperature", _Pointer),
+        ("shaping", ctypes.POINTER(Shaping)),
     )
 
 

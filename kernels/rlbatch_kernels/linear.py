@@ -37,7 +37,7 @@ class LinearLogprobs(torch.autograd.Function):
         logits_dtype: torch.dtype,
     ) -> Tensor:
         """[...] logprobs; 0 where not trained."""
-        softmax, vocabulary = plan.softmax(trained), plan.vocabulary
+        softmax, vocabulary = plan.new_softmax(trained), plan.vocabulary
         head = _head(hidden, weight, bias, trained, plan, logits_dtype)
         with torch.autocast(hidden.device.type, enabled=False):
             for rows in head.token_tiles():
@@ -91,7 +91,7 @@ def _head(
         weight=weight,
         bias=bias,
         trained=trained,
-        shaping=plan.shaping,
+        shaping=plan.tile_shaping,
         logits_dtype=logits_dtype,
         whole_rows=plan.vocabulary.needs_whole_rows,
     )

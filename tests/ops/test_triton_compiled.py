@@ -26,18 +26,26 @@ MAX_SHARED = {80: 163 * 1024, 90: 227 * 1024}
 """Bytes a program may have, by NVIDIA's tables of compute capabilities."""
 
 STATE = {"offsets": "*i64", "target_ids": "*i64", "scales": "*fp64", "maxima": "*fp64"}
-NUMBERS = {"num_columns": "i32", "first_column": "i32"}
+NUMBERS = {"logit_scale": "fp32", "soft_cap": "fp32", "num_columns": "i32", "first_column": "i32"}
+PLAIN: dict[str, Any] = {"CAPPED": False, "MASKED": False, "vocab_mask": None}
 LIMITS = ("max_exponent", "k3_cap", "zero_needs_below", "confident_from", "disagrees_by", "residual_clip")
 
 
-def forward_case(dtype: str, *, full: bool) -> tuple[dict[str, str], dict[str, Any]]:
+SHAPED: dict[str, Any] = {"CAPPED": True, "MASKED": True}
+
+
+def forward_case(dtype: str, *, full: bool, shaped: bool = False) -> tuple[dict[str, str], dict[str, Any]]:
     more = {"weighted_sums": "*fp64", "num_above": "*i64"}
     types = {"logits": f"*{dtype}", **STATE, "totals": "*fp64", "targets": "*fp64", **NUMBERS}
     constants = {"FULL": full, "BLOCK": triton_softmax.BLOCK, "ALIGNMENT": triton_softmax.ALIGNMENT}
+    constants |= SHAPED if shaped else PLAIN
+    types |= {"vocab_mask": "*u8"} if shaped else {}
     return (types | more, constants) if full else (types, constants | dict.fromkeys(more))
 
 
-def backward_case(dtype: str, out: str, *, slope: bool, same: bool) -> tuple[dict[str, str], dict[str, Any]]:
+def backward_case(
+    dtype: str, out: str, *, slope: bool, same: bool, shaped: bool = False
+) -> tuple[dict[str, str], dict[str, Any]]:
     types = {"logits": f"*{dtype}", **STATE, "at_targets": "*fp64", "constants": "*fp64", "out": f"*{out}"}
     constants = {
         "SLOPE": slope,
@@ -45,6 +53,8 @@ def backward_case(dtype: str, out: str, *, slope: bool, same: bool) -> tuple[dic
         "BLOCK": triton_softmax.BLOCK,
         "ALIGNMENT": triton_softmax.ALIGNMENT,
     }
+    constants |= SHAPED if shaped else PLAIN
+    types |= {"vocab_mask": "*u8"} if shaped else {}
     for name, wanted, kind in (("slopes", slope, "*fp64"), ("out_offsets", not same, "*i64")):
         if wanted:
             types[name] = kind
@@ -134,6 +144,20 @@ def test_triton_backward_reads_and_writes_in_vectors(
     assert len(re.findall(r"ld\.global\S*\.v4", ptx)) == loads
     assert len(re.findall(r"st\.global\S*\.v4", ptx)) == stores
     assert not re.search(r"(ld|st)\.global\S* .*\[%r\d", ptx)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_triton_caps_and_masks_in_registers(capability: int, dtype: str) -> None:
+    warps, loads = triton_softmax.NUM_WARPS, 4 if dtype == "fp32" else 2
+    kernels = triton_library.softmax()
+    for kernel, case in (
+        (kernels.forward, forward_case(dtype, full=True, shaped=True)),
+        (kernels.backward, backward_case(dtype, dtype, slope=True, same=True, shaped=True)),
+    ):
+        ptx, usage = compiled(kernel, case, capability, warps)
+        assert_nothing_spills(usage, warps)
+        # Of the logits, and at least one of the mask.
+        assert len(re.findall(r"ld\.global\S*\.v4", ptx)) > loads
 
 
 # Segments begin anywhere, so their loads are lane by lane.
