@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from rlbatch_kernels.arguments import Trained
+from rlbatch_kernels.head import Head
 from rlbatch_kernels.reference import compute_dtype
 from rlbatch_kernels.shaping import Shaping
 
@@ -94,6 +95,10 @@ class Softmax:
         """Take in the columns from `first_column`: the trained rows of `logits` [..., v]."""
         for rows in self.blocks(logits.shape[-1]):
             self.add(self.trained.gather(logits, rows), rows, first_column)
+
+    def add_head(self, head: Head, first_id: int) -> bool:
+        """Take in all logits of a head whose column 0 is `first_id`; False where they must come in tiles."""
+        return False
 
     def blocks(self, num_columns: int) -> list[slice]:
         """Rows in tiles of at most TILE_ELEMENTS logits."""

@@ -5,8 +5,9 @@ import math
 import torch
 from torch import Tensor
 
-from rlbatch_kernels import triton_library
+from rlbatch_kernels import triton_library, triton_linear
 from rlbatch_kernels.arguments import Trained
+from rlbatch_kernels.head import Head
 from rlbatch_kernels.row_softmax import Places, RowSoftmax
 from rlbatch_kernels.shaping import Shaping
 from rlbatch_kernels.softmax import Coefficients
@@ -29,11 +30,21 @@ class TritonSoftmax(RowSoftmax):
         self._scale = 1 / (trained.temperature * math.log(2))
         self._target_ids = trained.target_ids.contiguous()
 
+    def add_head(self, head: Head, first_id: int) -> bool:
+        """Take in a head by one kernel where that has its dtypes and layout."""
+        if not triton_linear.serves(head):
+            return False
+        if self.trained.num_tokens:
+            mask = self._mask(first_id, len(head.weight))
+            found = triton_linear.reduce(head, self.shaping, mask, self._scale, first_id)
+            self.maximum, self.total, self.target = found
+        return True
+
     def _forward(self, logits: Tensor, offsets: Tensor, rows: slice, first_column: int) -> None:
         if offsets.numel() == 0:
             return
         full = self.weighted is not None and self.above is not None
-        mask = self._mask(logits, first_column)
+        mask = self._mask(first_column, logits.shape[-1])
         with triton_library.on_device_of(logits):
             triton_library.softmax().forward[(offsets.numel(),)](
                 logits,
@@ -65,7 +76,7 @@ class TritonSoftmax(RowSoftmax):
         out_offsets = None if places.out_offsets is offsets else places.out_offsets
         if offsets.numel() == 0:
             return
-        mask = self._mask(logits, first_column)
+        mask = self._mask(first_column, logits.shape[-1])
         with triton_library.on_device_of(logits):
             triton_library.softmax().backward[(offsets.numel(),)](
                 logits,
@@ -92,8 +103,8 @@ class TritonSoftmax(RowSoftmax):
                 num_warps=NUM_WARPS,
             )
 
-    def _mask(self, logits: Tensor, first_column: int) -> Tensor | None:
-        mask = self.shaping.mask_of(first_column, logits.shape[-1])
+    def _mask(self, first_column: int, num_columns: int) -> Tensor | None:
+        mask = self.shaping.mask_of(first_column, num_columns)
         return None if mask is None else mask.view(torch.uint8)
 
 
