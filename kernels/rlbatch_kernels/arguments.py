@@ -143,15 +143,44 @@ def require_scale(name: str, value: object) -> float:
     return float(value)
 
 
+def require_head(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Refuse hidden states [..., D], weight [V, D] and bias [V] that are no head."""
+    require_tensor("hidden", hidden, LOGIT_DTYPES)
+    require_tensor("weight", weight, LOGIT_DTYPES)
+    if weight.dim() != 2 or weight.numel() == 0:
+        raise ShapeError(
+            f"weight: found shape {list(weight.shape)}, expected [V, D] with data "
+            "(a sharded parameter is empty outside its module's forward)"
+        )
+    if hidden.dim() == 0 or hidden.shape[-1] != weight.shape[1]:
+        raise ShapeError(
+            f"hidden: found shape {list(hidden.shape)}, expected [..., {weight.shape[1]}] (D of weight)"
+        )
+    head = [("weight", weight)]
+    if bias is not None:
+        require_tensor("bias", bias, LOGIT_DTYPES)
+        require_shape("bias", bias, (weight.shape[0],), "V of weight")
+        head.append(("bias", bias))
+    for name, value in head:
+        require_device(name, value, hidden.device, "hidden")
+        if (value.dtype == torch.float64) != (hidden.dtype == torch.float64):
+            raise DtypeError(
+                f"{name}: found {value.dtype} with hidden in {hidden.dtype}, expected float64 for all or none"
+            )
+
+
 def select_trained(
     target_ids: Tensor,
     mask: Tensor,
     temperature: float | Tensor,
     *,
     vocab_size: int,
+    vocab_mask: Tensor | None,
     like: tuple[str, Tensor],
 ) -> Trained:
     """Check targets, mask and temperature against the argument `like` [..., X], and gather what is trained.
+
+    `vocab_mask` [V] bool: no trained target may be one that it excludes.
 
     Two device-to-host copies: the number of trained positions, and whether all of them are in order.
     """
@@ -169,7 +198,7 @@ def select_trained(
         temperature=_trained_temperature(temperature, where, like),
         shape=shape,
     )
-    _require_in_order(trained, vocab_size)
+    _require_in_order(trained, vocab_size, vocab_mask)
     return trained
 
 
@@ -190,15 +219,40 @@ def _trained_temperature(
     return temperature.detach().unsqueeze(0)[where].to(torch.float64)
 
 
-def _require_in_order(trained: Trained, vocab_size: int) -> None:
+def require_vocab_mask(value: object, vocab_size: int, like: tuple[str, Tensor]) -> Tensor | None:
+    """[V] bool, contiguous, from a tensor of that or the number of ids that count; None where all do."""
+    if value is None:
+        return None
+    name, reference = like
+    if isinstance(value, int) and not isinstance(value, bool):
+        if not 1 <= value <= vocab_size:
+            raise ShapeError(f"vocab_mask: found {value} ids, expected from 1 to {vocab_size} (V)")
+        return None if value == vocab_size else torch.arange(vocab_size, device=reference.device) < value
+    require_tensor("vocab_mask", value, (torch.bool,))
+    mask: Tensor = value  # type: ignore[assignment]
+    require_shape("vocab_mask", mask, (vocab_size,), f"V, of all ranks of a group, with {name}")
+    require_device("vocab_mask", mask, reference.device, name)
+    return mask.contiguous()
+
+
+def _require_in_order(trained: Trained, vocab_size: int, vocab_mask: Tensor | None) -> None:
     ids, temperature = trained.target_ids, trained.temperature.to(torch.float32)
     id_outside = (ids < 0) | (ids >= vocab_size)
     no_scale = ~(temperature.isfinite() & (temperature > 0))
-    any_outside, any_no_scale = torch.stack([id_outside.any(), no_scale.any()]).tolist()
+    is_excluded = (
+        torch.zeros_like(id_outside) if vocab_mask is None else ~vocab_mask[ids.clamp(0, vocab_size - 1)]
+    )
+    found = torch.stack([id_outside.any(), is_excluded.any(), no_scale.any()])
+    any_outside, any_excluded, any_no_scale = found.tolist()
     if any_outside:
         raise TokenRangeError(
             f"target_ids: found {offenders(trained, id_outside, ids, 'id')}; "
             f"expected 0 <= id < {vocab_size} (V) at every trained position"
+        )
+    if any_excluded:
+        raise TokenRangeError(
+            f"target_ids: found {offenders(trained, is_excluded, ids, 'id')}, which vocab_mask excludes; "
+            "expected an id that it counts at every trained position"
         )
     if any_no_scale:
         raise ScaleError(

@@ -24,6 +24,15 @@ _Pointer = ctypes.c_void_p
 _Int64 = ctypes.c_int64
 
 
+class Shaping(ctypes.Structure):
+    """`struct shaping`."""
+
+    _fields_ = (
+        *((name, ctypes.c_float) for name in ("logit_scale", "soft_cap", "scale_over_cap", "one_over_cap")),
+        ("vocab_mask", _Pointer),
+    )
+
+
 class Rows(ctypes.Structure):
     """`struct rows`."""
 
@@ -36,6 +45,7 @@ class Rows(ctypes.Structure):
         ("first_column", _Int64),
         ("target_ids", _Pointer),
         ("temperature", _Pointer),
+        ("shaping", ctypes.POINTER(Shaping)),
     )
 
 

@@ -8,14 +8,15 @@ from torch import Tensor
 from rlbatch_kernels import c_library
 from rlbatch_kernels.arguments import Trained
 from rlbatch_kernels.row_softmax import Places, RowSoftmax
+from rlbatch_kernels.shaping import Shaping
 from rlbatch_kernels.softmax import Coefficients
 
 
 class CSoftmax(RowSoftmax):
     """`Softmax` over float32, bfloat16 and float16 logits on the CPU; tiles are read and left as they are."""
 
-    def __init__(self, trained: Trained, *, full: bool = False) -> None:
-        super().__init__(trained, full=full)
+    def __init__(self, trained: Trained, *, shaping: Shaping, full: bool = False) -> None:
+        super().__init__(trained, shaping=shaping, full=full)
         self._temperature = trained.temperature.contiguous()
         self._target_ids = trained.target_ids.contiguous()
 
@@ -60,7 +61,21 @@ class CSoftmax(RowSoftmax):
             first_column=first_column,
             target_ids=c_library.pointer(self._target_ids[rows]),
             temperature=c_library.pointer(self._temperature[rows]),
+            shaping=self._shaping(first_column, logits.shape[-1]),
         )
+
+    def _shaping(self, first_column: int, num_columns: int) -> "ctypes._Pointer[c_library.Shaping] | None":
+        shaping = self.shaping
+        if shaping.changes_nothing:
+            return None
+        described = c_library.Shaping(
+            logit_scale=shaping.logit_scale,
+            soft_cap=shaping.soft_cap or 0.0,
+            scale_over_cap=shaping.logit_scale / shaping.soft_cap if shaping.soft_cap else 0.0,
+            one_over_cap=1 / shaping.soft_cap if shaping.soft_cap else 0.0,
+            vocab_mask=c_library.pointer(shaping.mask_of(first_column, num_columns)),
+        )
+        return ctypes.pointer(described)
 
     def _state(self, rows: slice) -> c_library.State:
         full = self.weighted is not None and self.above is not None

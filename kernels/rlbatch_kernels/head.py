@@ -53,6 +53,7 @@ class Head:
     """[V]."""
     trained: Trained
     shaping: Shaping
+    """What is done to tiles here."""
     logits_dtype: torch.dtype
     whole_rows: bool
     """Tiles are low enough for a row of them to exist at once."""
@@ -120,8 +121,8 @@ class Head:
         tile[: len(gathered)] = gathered
         return tile
 
-    def logits(self, hidden: Tensor, weight: Tensor, columns: slice) -> Tensor:
-        """[n, v] in `logits_dtype`, from tiles in `operand_dtype`."""
+    def raw_logits(self, hidden: Tensor, weight: Tensor, columns: slice) -> Tensor:
+        """[n, v] in `logits_dtype`, not shaped, from tiles in `operand_dtype`."""
         if self.bias is not None and hidden.dtype == torch.bfloat16:
             # Rounded once, after the bias, as a bfloat16 layer does.
             logits = torch.addmm(self.bias[columns].to(hidden.dtype), hidden, weight.t())
@@ -129,7 +130,11 @@ class Head:
             logits = product(hidden, weight)
             if self.bias is not None:
                 logits += self.bias[columns].to(logits.dtype)
-        return self.shaping.apply(logits.to(self.logits_dtype), columns)
+        return logits.to(self.logits_dtype)
+
+    def logits(self, hidden: Tensor, weight: Tensor, columns: slice) -> Tensor:
+        """[n, v] in `logits_dtype`, from tiles in `operand_dtype`."""
+        return self.shaping.apply(self.raw_logits(hidden, weight, columns), columns.start)
 
     def tiles_of(self, rows: slice) -> Iterator[tuple[int, Tensor]]:
         """First column and logits [n, v] of each tile of these rows; where `whole_rows`, one of all columns.
@@ -203,9 +208,10 @@ class HeadGradients:
     ) -> Tensor:
         """[n, v] in `gradient_dtype`, to what the head itself gave; 0 in the rows that fill up."""
         head, (rows, columns) = self._head, tile
-        logits = head.logits(hidden.to(head.operand_dtype), weight, columns)
+        logits = head.raw_logits(hidden.to(head.operand_dtype), weight, columns)
         # Before they are overwritten.
-        slope, num_rows = head.shaping.slope(logits, columns), rows.stop - rows.start
+        slope, num_rows = head.shaping.slope(logits, columns.start), rows.stop - rows.start
+        head.shaping.apply(logits, columns.start)
         same_dtype = logits.dtype == head.gradient_dtype
         out = logits if same_dtype else torch.empty_like(logits, dtype=head.gradient_dtype)
         write_gradient(logits[:num_rows], rows, columns, out[:num_rows])

@@ -4,7 +4,8 @@ Logits are float32 (float64 for float64) unless they are asked for in bfloat16. 
 half-precision arguments are widened before the product, which makes every product exact and every sum
 float32; bfloat16 logits are those that a bfloat16 GEMM rounds, up to 0.04 nats a token away. Autocast does
 not reach in here; TF32, where the caller allows it, does (it loses nothing on half-precision arguments in the
-forward).
+forward). On CUDA float32 logits of half-precision arguments are reduced as they are made, never in memory
+(`rlbatch_kernels.triton_linear`).
 
 The forward keeps a few scalars a token; the backward computes the logits again. Gradients of bfloat16
 arguments come from bfloat16 products summed in float32. Memory beyond arguments and gradients: the tiles
@@ -21,6 +22,7 @@ from rlbatch_kernels.head import Head, HeadGradients
 from rlbatch_kernels.logprobs import Plan, placed
 from rlbatch_kernels.reference import compute_dtype, refuse_double_backward
 from rlbatch_kernels.softmax import Softmax, Upstream
+from rlbatch_kernels.vocabulary import Vocabulary
 
 
 class LinearLogprobs(torch.autograd.Function):
@@ -37,16 +39,11 @@ class LinearLogprobs(torch.autograd.Function):
         logits_dtype: torch.dtype,
     ) -> Tensor:
         """[...] logprobs; 0 where not trained."""
-        softmax, vocabulary = plan.softmax(trained), plan.vocabulary
+        softmax, vocabulary = plan.new_softmax(trained), plan.vocabulary
         head = _head(hidden, weight, bias, trained, plan, logits_dtype)
         with torch.autocast(hidden.device.type, enabled=False):
-            for rows in head.token_tiles():
-                for first_column, logits in head.tiles_of(rows):
-                    vocabulary.learn(logits, rows)
-                    vocabulary.exclude(logits, rows, first_column)
-                    softmax.add(logits, rows, vocabulary.first_id + first_column)
-                    # The next tile must not be made while this one is held.
-                    del logits
+            if plan.shapes_tiles or not softmax.add_head(head, vocabulary.first_id):
+                _add_tiles(softmax, head, vocabulary)
         vocabulary.complete(softmax)
         ctx.save_for_backward(hidden, weight, bias)  # type: ignore[arg-type]
         ctx.softmax, ctx.plan, ctx.logits_dtype = softmax, plan, logits_dtype  # type: ignore[attr-defined]
@@ -78,6 +75,16 @@ class LinearLogprobs(torch.autograd.Function):
         return grads.of_hidden(), grads.weight, grads.bias, None, None, None
 
 
+def _add_tiles(softmax: Softmax, head: Head, vocabulary: Vocabulary) -> None:
+    for rows in head.token_tiles():
+        for first_column, logits in head.tiles_of(rows):
+            vocabulary.learn(logits, rows)
+            vocabulary.exclude(logits, rows, first_column)
+            softmax.add(logits, rows, vocabulary.first_id + first_column)
+            # The next tile must not be made while this one is held.
+            del logits
+
+
 def _head(
     hidden: Tensor,
     weight: Tensor,
@@ -91,7 +98,7 @@ def _head(
         weight=weight,
         bias=bias,
         trained=trained,
-        shaping=plan.shaping,
+        shaping=plan.tile_shaping,
         logits_dtype=logits_dtype,
         whole_rows=plan.vocabulary.needs_whole_rows,
     )

@@ -22,12 +22,25 @@ class Plan:
     shaping: Shaping
     """What is done to the logits first."""
     vocabulary: Vocabulary
-    """Which columns count, and which are here."""
+    """Which columns are kept, and which are here."""
+    rounds_logits: bool = False
+    """Logits are rounded to bfloat16, and again after each thing that is done to them, as a model does."""
 
     @property
-    def takes_logits_as_they_are(self) -> bool:
-        """True where nothing is done to the logits before the softmax."""
-        return self.shaping.changes_nothing and self.vocabulary.excludes_nothing
+    def shapes_tiles(self) -> bool:
+        """Whether logits are shaped before a softmax sees them: kept sets are found in shaped ones, and only
+        torch rounds between two steps. Else the softmax shapes them as it reads."""
+        rounds = self.rounds_logits and self.shaping.changes_values
+        return rounds or not self.vocabulary.excludes_nothing
+
+    @property
+    def tile_shaping(self) -> Shaping:
+        """What is done to tiles before the softmax."""
+        return self.shaping if self.shapes_tiles else Shaping()
+
+    def new_softmax(self, trained: Trained, *, full: bool = False) -> Softmax:
+        """One that has seen nothing yet, and does what is not done to tiles."""
+        return self.softmax(trained, shaping=Shaping() if self.shapes_tiles else self.shaping, full=full)
 
 
 class RowStatistics(torch.autograd.Function):
@@ -41,12 +54,12 @@ class RowStatistics(torch.autograd.Function):
 
         `in_place`: the backward writes the gradient over the logits.
         """
-        softmax, vocabulary = plan.softmax(trained, full=full), plan.vocabulary
-        if plan.takes_logits_as_they_are:
+        softmax, vocabulary = plan.new_softmax(trained, full=full), plan.vocabulary
+        if not plan.shapes_tiles:
             softmax.add_rows(logits, vocabulary.first_id)
         else:
             for rows in softmax.blocks(logits.shape[-1]):
-                tile = plan.shaping.apply(_tile(logits, trained, rows))
+                tile = plan.shaping.apply(_tile(logits, trained, rows), 0)
                 vocabulary.learn(tile, rows)
                 vocabulary.exclude(tile, rows, 0)
                 softmax.add(tile, rows, vocabulary.first_id)
@@ -102,14 +115,15 @@ def placed(trained: Trained, values: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _write_gradient(logits: Tensor, softmax: Softmax, plan: Plan, given: Coefficients, out: Tensor) -> None:
     vocabulary = plan.vocabulary
-    if plan.takes_logits_as_they_are:
+    if not plan.shapes_tiles:
         softmax.backward_rows(logits, given, out, vocabulary.first_id)
         return
     trained = softmax.trained
     for rows in softmax.blocks(logits.shape[-1]):
-        tile = plan.shaping.apply(_tile(logits, trained, rows))
+        tile = _tile(logits, trained, rows)
         # Before the tile is overwritten.
-        slope = plan.shaping.slope(tile)
+        slope = plan.shaping.slope(tile, 0)
+        plan.shaping.apply(tile, 0)
         vocabulary.exclude(tile, rows, 0)
         grad = softmax.backward(tile, given, rows, vocabulary.first_id)
         trained.put(out, grad if slope is None else grad * slope, rows)

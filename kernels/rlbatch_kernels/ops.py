@@ -13,10 +13,10 @@ from rlbatch_kernels.arguments import (
     LOGIT_DTYPES,
     Trained,
     may_overlap,
-    require_device,
+    require_head,
     require_scale,
-    require_shape,
     require_tensor,
+    require_vocab_mask,
     select_trained,
 )
 from rlbatch_kernels.errors import DtypeError, ShapeError
@@ -52,7 +52,7 @@ def token_logprobs(
     temperature: float | Tensor,
     mask: Tensor,
     soft_cap: float | None = None,
-    vocab_mask: Tensor | None = None,
+    vocab_mask: Tensor | int | None = None,
     in_place_backward: bool = False,
     backend: str = backends.AUTO,
     kept: Kept | None = None,
@@ -70,15 +70,16 @@ def token_logprobs(
         temperature: a float, or [...] float; finite and above 0 where trained.
         mask: [...] bool, True = trained. Elsewhere the logprob is 0, without gradient, whatever the logits.
         soft_cap: logits become cap * tanh(logits / cap) first; None = as they are.
-        vocab_mask: [V] bool; False excludes a column, as a logit of -inf does. None = every column counts.
+        vocab_mask: [V] bool; False excludes a column, as a logit of -inf does. Or the number of ids: columns
+            from it on, which a head has to be of an even size, are excluded. None = every column counts.
         in_place_backward: the backward writes the gradient over the logits, which must then be no leaf and
             not expanded, and which nothing else may have kept for its own backward (torch raises where
             something has).
         backend: `auto`, `c`, `triton` or `torch`; see `last_backend`.
         kept: renormalise over a set of the vocabulary at each position (`Truncation`, `KeptIds`). A target
             outside its set has logprob -inf, without gradient.
-        group: the ranks over which V is sharded; `logits` are this rank's own columns, all else is whole.
-            See `rlbatch_kernels.vocab_parallel` for who reduces what. Not together with `kept`.
+        group: the ranks over which V is sharded; `logits` are this rank's own columns, all else is whole,
+            `vocab_mask` too. See `rlbatch_kernels.vocab_parallel` for who reduces what. Not with `kept`.
 
     Returns:
         [...] nats, float32 (float64 for float64 logits).
@@ -88,7 +89,8 @@ def token_logprobs(
         DtypeError: a dtype, device or kind of tensor that is not taken (DTensor, meta, fake, sparse).
         ScaleError: a temperature that is not finite and above 0 at a trained position, or a rule of `kept`
             that is out of range.
-        TokenRangeError: a trained id outside [0, V); names the first positions and ids.
+        TokenRangeError: a trained id outside [0, V), or one that `vocab_mask` excludes; names the first
+            positions and ids.
         BackendError: a backend asked for by name that cannot serve.
         GroupError: masks, targets or temperatures that differ between the ranks of `group`.
         NotImplementedError: `kept` together with `group`.
@@ -98,8 +100,8 @@ def token_logprobs(
         logits [0, ln 3, ln 4], target 1, kept=Truncation(top_k=2) -> ln(3/7) = -0.8473, target 0 -> -inf
     """
     arguments = (logits, target_ids, temperature, mask)
-    shaping = _shaping(1.0, soft_cap, vocab_mask)
-    trained, plan = _plan("token_logprobs", arguments, shaping, in_place_backward, backend, kept, group)
+    changes = (soft_cap, vocab_mask)
+    trained, plan = _plan("token_logprobs", arguments, changes, in_place_backward, backend, kept, group)
     logprobs: Tensor
     (logprobs,) = RowStatistics.apply(logits, trained, plan, False, in_place_backward)  # type: ignore[no-untyped-call]
     return logprobs
@@ -112,7 +114,7 @@ def token_statistics(
     temperature: float | Tensor,
     mask: Tensor,
     soft_cap: float | None = None,
-    vocab_mask: Tensor | None = None,
+    vocab_mask: Tensor | int | None = None,
     in_place_backward: bool = False,
     backend: str = backends.AUTO,
 ) -> TokenStatistics:
@@ -127,7 +129,7 @@ def token_statistics(
         temperature: a float, or [...] float.
         mask: [...] bool, True = trained.
         soft_cap: a float or None.
-        vocab_mask: [V] bool or None.
+        vocab_mask: [V] bool, a number of ids, or None.
         in_place_backward: whether the gradient is written over the logits.
         backend: `auto`, `c`, `triton` or `torch`.
 
@@ -139,8 +141,8 @@ def token_statistics(
         entropy ln 4 - 3/4 ln 3 = 0.5623, rank 2
     """
     arguments = (logits, target_ids, temperature, mask)
-    shaping = _shaping(1.0, soft_cap, vocab_mask)
-    trained, plan = _plan("token_statistics", arguments, shaping, in_place_backward, backend)
+    changes = (soft_cap, vocab_mask)
+    trained, plan = _plan("token_statistics", arguments, changes, in_place_backward, backend)
     found = RowStatistics.apply(logits, trained, plan, True, in_place_backward)  # type: ignore[no-untyped-call]
     return TokenStatistics(*found)
 
@@ -155,6 +157,7 @@ def linear_logprobs(
     bias: Tensor | None = None,
     logit_scale: float = 1.0,
     soft_cap: float | None = None,
+    vocab_mask: Tensor | int | None = None,
     logits_dtype: torch.dtype | None = None,
     backend: str = backends.AUTO,
     kept: Kept | None = None,
@@ -177,6 +180,7 @@ def linear_logprobs(
         bias: [V] of the head, or None.
         logit_scale: multiplies the logits (Cohere: `logit_scale`; Granite: 1 / `logits_scaling`).
         soft_cap: Gemma 2's `final_logit_softcapping`, or None.
+        vocab_mask: as for `token_logprobs`.
         logits_dtype: float32 is exact; bfloat16 rounds logits as an engine or trainer with a bfloat16 head
             does, for bfloat16 arguments by a bfloat16 GEMM. None = float32 (float64 for float64 arguments).
         backend: `auto`, `c`, `triton` or `torch`: of the softmax; the products are the vendor library's.
@@ -192,21 +196,27 @@ def linear_logprobs(
         DtypeError: a dtype, device or kind of tensor that is not taken (DTensor, meta, fake, sparse).
         ScaleError: temperature (at a trained position), logit_scale or soft_cap not finite and above 0, or a
             rule of `kept` out of range.
-        TokenRangeError: a trained id outside [0, V); names the first positions and ids.
+        TokenRangeError: a trained id outside [0, V), or one that `vocab_mask` excludes; names the first
+            positions and ids.
         GroupError: masks, targets or temperatures that differ between the ranks of `group`.
         NotImplementedError: `kept` together with `group`.
 
     Example:
         hidden [1], weight [[0], [ln 3]], target 1 -> ln(3/4) = -0.2877; logit_scale 2 -> ln(9/10) = -0.1054
     """
-    _require_head(hidden, weight, bias)
+    require_head(hidden, weight, bias)
     rounded = _logits_dtype(logits_dtype, compute_dtype(hidden, weight))
     vocab_size = _vocab_size("weight", weight.shape[0], kept, group)
-    trained = select_trained(target_ids, mask, temperature, vocab_size=vocab_size, like=("hidden", hidden))
+    like = ("hidden", hidden)
+    shaping = _shaping(logit_scale, soft_cap, require_vocab_mask(vocab_mask, vocab_size, like))
+    trained = select_trained(
+        target_ids, mask, temperature, vocab_size=vocab_size, vocab_mask=shaping.vocab_mask, like=like
+    )
     plan = Plan(
         softmax=backends.choose("linear_logprobs", backend, hidden, weight).softmax,
-        shaping=_shaping(logit_scale, soft_cap, None),
-        vocabulary=_vocabulary(kept, group, trained, vocab_size, ("hidden", hidden)),
+        shaping=shaping,
+        vocabulary=_vocabulary(kept, group, trained, vocab_size, like),
+        rounds_logits=rounded == torch.bfloat16,
     )
     logprobs: Tensor = LinearLogprobs.apply(hidden, weight, bias, trained, plan, rounded)  # type: ignore[no-untyped-call]
     return logprobs
@@ -215,7 +225,7 @@ def linear_logprobs(
 def _plan(
     op: str,
     arguments: tuple[Tensor, Tensor, float | Tensor, Tensor],
-    shaping: Shaping,
+    changes: tuple[float | None, Tensor | int | None],
     in_place: bool,
     backend: str,
     kept: Kept | None = None,
@@ -225,9 +235,6 @@ def _plan(
     require_tensor("logits", logits, LOGIT_DTYPES)
     if logits.dim() == 0 or logits.shape[-1] == 0:
         raise ShapeError(f"logits: found shape {list(logits.shape)}, expected [..., V] with V at least 1")
-    if shaping.vocab_mask is not None:
-        require_shape("vocab_mask", shaping.vocab_mask, (logits.shape[-1],), "V of logits")
-        require_device("vocab_mask", shaping.vocab_mask, logits.device, "logits")
     if in_place and logits.is_leaf and logits.requires_grad:
         raise DtypeError(
             "logits: found a leaf that requires grad with in_place_backward=True, expected the output of a "
@@ -240,8 +247,13 @@ def _plan(
             "gradients of elements that share one would overwrite each other"
         )
     vocab_size = _vocab_size("logits", logits.shape[-1], kept, group)
-    trained = select_trained(target_ids, mask, temperature, vocab_size=vocab_size, like=("logits", logits))
-    vocabulary = _vocabulary(kept, group, trained, vocab_size, ("logits", logits))
+    like = ("logits", logits)
+    soft_cap, vocab_mask = changes
+    shaping = _shaping(1.0, soft_cap, require_vocab_mask(vocab_mask, vocab_size, like))
+    trained = select_trained(
+        target_ids, mask, temperature, vocab_size=vocab_size, vocab_mask=shaping.vocab_mask, like=like
+    )
+    vocabulary = _vocabulary(kept, group, trained, vocab_size, like)
     softmax = backends.choose(op, backend, logits).softmax
     return trained, Plan(softmax=softmax, shaping=shaping, vocabulary=vocabulary)
 
@@ -270,13 +282,11 @@ def _vocab_size(name: str, num_columns: int, kept: Kept | None, group: VocabGrou
     return group.vocab_size
 
 
-def _shaping(logit_scale: object, soft_cap: object, vocab_mask: object) -> Shaping:
-    if vocab_mask is not None:
-        require_tensor("vocab_mask", vocab_mask, (torch.bool,))
+def _shaping(logit_scale: object, soft_cap: object, vocab_mask: Tensor | None) -> Shaping:
     return Shaping(
         logit_scale=require_scale("logit_scale", logit_scale),
         soft_cap=None if soft_cap is None else require_scale("soft_cap", soft_cap),
-        vocab_mask=vocab_mask,  # type: ignore[arg-type]
+        vocab_mask=vocab_mask,
     )
 
 
@@ -287,28 +297,3 @@ def _logits_dtype(asked: torch.dtype | None, computed: torch.dtype) -> torch.dty
         expected = "None" if computed == torch.float64 else "None, torch.float32 or torch.bfloat16"
         raise DtypeError(f"logits_dtype: found {asked!r} for {computed} logits, expected {expected}")
     return asked
-
-
-def _require_head(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    require_tensor("hidden", hidden, LOGIT_DTYPES)
-    require_tensor("weight", weight, LOGIT_DTYPES)
-    if weight.dim() != 2 or weight.numel() == 0:
-        raise ShapeError(
-            f"weight: found shape {list(weight.shape)}, expected [V, D] with data "
-            "(a sharded parameter is empty outside its module's forward)"
-        )
-    if hidden.dim() == 0 or hidden.shape[-1] != weight.shape[1]:
-        raise ShapeError(
-            f"hidden: found shape {list(hidden.shape)}, expected [..., {weight.shape[1]}] (D of weight)"
-        )
-    head = [("weight", weight)]
-    if bias is not None:
-        require_tensor("bias", bias, LOGIT_DTYPES)
-        require_shape("bias", bias, (weight.shape[0],), "V of weight")
-        head.append(("bias", bias))
-    for name, value in head:
-        require_device(name, value, hidden.device, "hidden")
-        if (value.dtype == torch.float64) != (hidden.dtype == torch.float64):
-            raise DtypeError(
-                f"{name}: found {value.dtype} with hidden in {hidden.dtype}, expected float64 for all or none"
-            )

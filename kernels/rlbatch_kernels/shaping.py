@@ -1,8 +1,12 @@
-"""`Shaping`: what a model does to its logits after the head, before any softmax."""
+"""`Shaping`: what is done to logits after the head, before any softmax.
+
+In torch here; the C and Triton kernels do the same to what they read.
+"""
 
 import math
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from rlbatch_kernels.reference import compute_dtype
@@ -17,32 +21,46 @@ class Shaping:
     soft_cap: float | None = None
     """cap * tanh(logits / cap); None = not."""
     vocab_mask: Tensor | None = None
-    """[V] bool; False excludes a column, as if its logit were -inf. None = every column counts."""
+    """[V] bool, contiguous; False excludes a column, as if its logit were -inf. None = every one counts."""
 
     @property
     def changes_nothing(self) -> bool:
         """True where the logits are what the softmax is taken of."""
-        return self.logit_scale == 1.0 and self.soft_cap is None and self.vocab_mask is None
+        return not self.changes_values and self.vocab_mask is None
 
-    def apply(self, logits: Tensor, columns: slice = slice(None)) -> Tensor:
-        """Shape a tile [n, v] of these columns, in place."""
+    @property
+    def changes_values(self) -> bool:
+        """True where logits are scaled or capped."""
+        return self.logit_scale != 1.0 or self.soft_cap is not None
+
+    def mask_of(self, first_id: int, num_columns: int) -> Tensor | None:
+        """[v] bool of the columns that stand for the ids from `first_id` on; None where every one counts."""
+        return None if self.vocab_mask is None else self.vocab_mask[first_id : first_id + num_columns]
+
+    def apply(self, logits: Tensor, first_id: int) -> Tensor:
+        """Shape a tile [n, v] of the columns from `first_id` on, in place."""
         if self.logit_scale != 1.0:
             logits.mul_(self.logit_scale)
         if self.soft_cap is not None:
             logits.div_(self.soft_cap).tanh_().mul_(self.soft_cap)
-        if self.vocab_mask is not None:
-            logits.masked_fill_(~self.vocab_mask[columns], -math.inf)
+        mask = self.mask_of(first_id, logits.shape[-1])
+        if mask is not None:
+            logits.masked_fill_(~mask, -math.inf)
         return logits
 
-    def slope(self, shaped: Tensor, columns: slice = slice(None)) -> Tensor | float | None:
-        """Derivative of `shaped` [n, v] to what `apply` was given; None where it is 1.
+    def slope(self, logits: Tensor, first_id: int) -> Tensor | float | None:
+        """Derivative of what `apply` makes of a tile [n, v] to the tile; None where it is 1.
 
-        A masked column needs no more than a finite one: its gradient is 0 already.
+        1 - tanh(z)^2 = q * (2 - q), q = 1 - tanh |z|: q has digits where tanh, beside 1, has none.
         """
         scale = None if self.logit_scale == 1.0 else self.logit_scale
         if self.soft_cap is None:
             return scale
-        slope = 1 - (shaped.to(compute_dtype(shaped)) / self.soft_cap).square_()
-        if self.vocab_mask is not None:
-            slope.masked_fill_(~self.vocab_mask[columns], 1.0)
+        z = logits.to(compute_dtype(logits)) * (self.logit_scale / self.soft_cap)
+        q = 2 / (torch.exp(2 * z.abs_()) + 1)
+        slope = (2 - q).mul_(q)
+        mask = self.mask_of(first_id, logits.shape[-1])
+        if mask is not None:
+            # Whatever the logit was, NaN too.
+            slope.masked_fill_(~mask, 0.0)
         return slope if scale is None else slope.mul_(scale)

@@ -1,5 +1,7 @@
 """`Softmax`: the softmax of trained rows, whose logits come in tiles; plain torch, the oracle of the others.
 
+Logits may be scaled, capped and masked first (`Shaping`), as they are read; gradients are to what they were.
+
 It keeps a few float64 scalars a row, so that only the exponentials and their sum are float32 (float64 for
 float64 logits). Their meaning is the same in every backend: a subclass overrides how tiles are read and
 written, nothing else. Knows nothing of where logits come from.
@@ -16,7 +18,9 @@ import torch
 from torch import Tensor
 
 from rlbatch_kernels.arguments import Trained
+from rlbatch_kernels.head import Head
 from rlbatch_kernels.reference import compute_dtype
+from rlbatch_kernels.shaping import Shaping
 
 TILE_ELEMENTS = 2**21
 """Logits handled at once: 8 MiB in float32, small beside any [T, V], large enough to keep cores busy."""
@@ -49,6 +53,7 @@ class Softmax:
     """Online softmax of N rows, each with its own temperature.
 
     Attributes:
+        shaping: what is done to the logits first; those below are after it.
         maximum: [N] float64, largest logit so far; -inf before the first.
         total: [N] float64, sum of exp(z), z = (logit - maximum) / temperature.
         target: [N] float64, the logit of the row's target; NaN until its tile has come.
@@ -56,8 +61,8 @@ class Softmax:
         above: [N] int64, logits larger than the target's; None unless `full`.
     """
 
-    def __init__(self, trained: Trained, *, full: bool = False) -> None:
-        self.trained = trained
+    def __init__(self, trained: Trained, *, shaping: Shaping, full: bool = False) -> None:
+        self.trained, self.shaping = trained, shaping
         self.maximum = torch.full_like(trained.temperature, -math.inf)
         self.total = torch.zeros_like(trained.temperature)
         self.target = torch.full_like(trained.temperature, math.nan)
@@ -69,10 +74,10 @@ class Softmax:
 
         Where `full`, a row's target must lie in the first tile that it is given.
         """
+        logits = self.shaping.apply(logits.to(compute_dtype(logits)), first_column)
         self._take_target(logits, rows, first_column)
         if self.above is not None:
             self.above[rows] += (logits > self.target[rows].to(logits.dtype).unsqueeze(-1)).sum(dim=-1)
-        logits = logits.to(compute_dtype(logits))
         temperature, before = self.trained.temperature[rows], self.maximum[rows]
         maximum = torch.maximum(before, logits.amax(dim=-1).to(torch.float64))
         # Where every logit so far is -inf any finite number serves: each exp below is 0.
@@ -90,6 +95,10 @@ class Softmax:
         """Take in the columns from `first_column`: the trained rows of `logits` [..., v]."""
         for rows in self.blocks(logits.shape[-1]):
             self.add(self.trained.gather(logits, rows), rows, first_column)
+
+    def add_head(self, head: Head, first_id: int) -> bool:
+        """Take in all logits of a head whose column 0 is `first_id`; False where they must come in tiles."""
+        return False
 
     def blocks(self, num_columns: int) -> list[slice]:
         """Rows in tiles of at most TILE_ELEMENTS logits."""
@@ -117,16 +126,23 @@ class Softmax:
 
         Written to `out` [n, v] where given, which may have another dtype; else in that of the logits.
         """
-        dtype = compute_dtype(logits)
+        given_dtype, dtype = logits.dtype, compute_dtype(logits)
         column, inside = self._columns(logits, rows, first_column)
-        z = _scaled(logits.to(dtype), self.maximum[rows], self.trained.temperature[rows])
+        logits = logits.to(dtype)
+        # Before they are overwritten.
+        slope = self.shaping.slope(logits, first_column)
+        z = _scaled(
+            self.shaping.apply(logits, first_column), self.maximum[rows], self.trained.temperature[rows]
+        )
         factor = given.constant[rows].to(dtype).unsqueeze(-1)
         if given.slope is not None:
             factor = factor + given.slope[rows].to(dtype).unsqueeze(-1) * _finite(z)
         grad = z.exp_().mul_(factor)
         row = torch.arange(len(grad), device=grad.device)
         grad[row, column] += (given.at_target[rows] * inside).to(dtype)
-        return grad.to(logits.dtype) if out is None else out.copy_(grad)
+        if slope is not None:
+            grad *= slope
+        return grad.to(given_dtype) if out is None else out.copy_(grad)
 
     def backward_rows(self, logits: Tensor, given: Coefficients, out: Tensor, first_column: int) -> None:
         """Write the gradient of the trained rows of `logits` [..., V] to `out`, which may be `logits`."""

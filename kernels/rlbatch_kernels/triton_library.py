@@ -44,6 +44,14 @@ def softmax() -> ModuleType:
 
 
 @functools.cache
+def linear() -> ModuleType:
+    """`triton_jit.linear`."""
+    from rlbatch_kernels.triton_jit import linear as found
+
+    return found
+
+
+@functools.cache
 def stats() -> ModuleType:
     """`triton_jit.stats`."""
     from rlbatch_kernels.triton_jit import stats as found

@@ -33,6 +33,7 @@ MAX_EXAMPLES = 3
 """Of a property, for the same reason."""
 
 INNER_CAST = interpreter.InterpreterBuilder.cast_impl
+INNER_DOT = interpreter.InterpreterBuilder.create_dot
 
 
 def install() -> None:
@@ -45,6 +46,7 @@ def install() -> None:
     )
     backends.BACKENDS = tuple(on_cpu)
     interpreter.InterpreterBuilder.cast_impl = cast_to_nearest
+    interpreter.InterpreterBuilder.create_dot = dot_of_values
     interpreter.GridExecutor.__call__ = guarded(interpreter.GridExecutor.__call__)
     interpreter.interpreter_builder.set_grid_idx = shuffled(interpreter.interpreter_builder.set_grid_idx)
 
@@ -55,6 +57,18 @@ def cast_to_nearest(builder: Any, src: Any, dst_type: Any) -> Any:
         return INNER_CAST(builder, src, dst_type)
     values = torch.from_numpy(np.ascontiguousarray(src.data)).to(torch.bfloat16)
     return interpreter.TensorHandle(values.view(torch.uint16).numpy().reshape(src.data.shape), tl.bfloat16)
+
+
+def dot_of_values(builder: Any, left: Any, right: Any, *others: Any) -> Any:
+    """A product of bfloat16; the interpreter's own multiplies their bits as whole numbers."""
+    return INNER_DOT(builder, widened(left), widened(right), *others)
+
+
+def widened(handle: Any) -> Any:
+    """bfloat16 as float32; anything else as it is."""
+    if handle.dtype.scalar != tl.bfloat16:
+        return handle
+    return interpreter.TensorHandle((handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
 
 
 def guarded(launch: Callable[..., None]) -> Callable[..., None]:

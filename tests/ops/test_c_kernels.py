@@ -4,6 +4,7 @@ import math
 import subprocess
 import sys
 from decimal import Decimal, localcontext
+from typing import Any
 
 import pytest
 import torch
@@ -52,7 +53,7 @@ def three(logits: Tensor, ids: Tensor, temperature: float = 0.7) -> tuple[Tensor
     return logs.gather(-1, ids.unsqueeze(-1)).squeeze(-1), (logits / temperature).logsumexp(-1), entropy
 
 
-def run(logits: Tensor, ids: Tensor, **options: bool):
+def run(logits: Tensor, ids: Tensor, **options: Any):
     mask = torch.ones(ids.shape, dtype=torch.bool)
     return token_statistics(logits, ids, temperature=0.7, mask=mask, backend="c", **options)
 
@@ -80,6 +81,39 @@ def test_every_level_equals_float64(level: str, vocab_size: int, dtype: torch.dt
     # One rounding of the result: units of 2^-8 and 2^-11; and float32's own error over entropy's terms.
     relative = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-10}[dtype]
     assert (leaf.grad.double() - exact.grad).norm() <= relative * exact.grad.norm()
+
+
+# 1 to 17: less than a vector of some level, or one more; 1024 and 1029: one block, and a ragged second.
+@pytest.mark.parametrize("vocab_size", [1, 3, 4, 7, 17, 1024, 1029])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_level_caps_and_masks_as_float64_does(level: str, vocab_size: int, dtype: torch.dtype) -> None:
+    logits, ids = (normal(3, vocab_size) * 3).to(dtype), torch.tensor([0, vocab_size - 1, vocab_size // 2])
+    leaf, counts = logits.clone().requires_grad_(), torch.arange(vocab_size) % 5 != 1
+    counts[ids] = True
+    exact = logits[:, counts].double().requires_grad_()
+    found = run(leaf, ids, soft_cap=12.0, vocab_mask=counts)
+    expected = three(12 * torch.tanh(exact / 12), (counts.cumsum(0) - 1)[ids])
+    for ours, truth in zip(found[:3], expected, strict=True):
+        assert ((ours.double() - truth).abs() <= 5e-6 + 2**-23 * truth.abs()).all()
+    sum((ours * (at + 1)).sum() for at, ours in enumerate(found[:3])).backward()
+    sum((truth * (at + 1)).sum() for at, truth in enumerate(expected)).backward()
+    relative = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-10}[dtype]
+    assert not leaf.grad[:, ~counts].any()
+    assert (leaf.grad[:, counts].double() - exact.grad).norm() <= relative * exact.grad.norm()
+
+
+def test_every_level_touches_nothing_beside_a_row_that_it_shapes(level: str) -> None:
+    around, counts = torch.full((3, 64), NAN), torch.ones(21, dtype=torch.bool)
+    inside = around[1:2, 5:26]
+    inside.copy_(normal(1, 21))
+    kept, view = around.clone(), inside.requires_grad_().view_as(inside)
+    found = run(view, torch.tensor([20]), soft_cap=9.0, vocab_mask=counts, in_place_backward=True)
+    found.logprobs.sum().backward()
+    outside = torch.ones(3, 64, dtype=torch.bool)
+    outside[1, 5:26] = False
+    bits = torch.int32
+    assert torch.equal(around.detach().view(bits)[outside], kept.detach().view(bits)[outside])
+    assert not torch.equal(around.detach()[1, 5:26], kept.detach()[1, 5:26])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

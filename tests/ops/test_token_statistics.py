@@ -1,4 +1,4 @@
-"""`token_statistics`, and what both logit ops do to logits: cap, vocabulary mask, gradients in place."""
+"""`token_statistics`, gradients in place, and logits in bfloat16."""
 
 import math
 
@@ -8,7 +8,6 @@ from torch import Tensor
 
 from rlbatch_kernels import (
     DtypeError,
-    ShapeError,
     TokenStatistics,
     linear_logprobs,
     token_logprobs,
@@ -134,36 +133,6 @@ def test_an_excluded_column_has_no_gradient_of_the_entropy(
     assert leaf.grad[:, 2].tolist() == [0, 0]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_soft_cap_comes_before_the_temperature(device: torch.device, dtype: torch.dtype) -> None:
-    logits, ids = (normal(6, 300) * 5).to(dtype), torch.arange(6)
-    exact, leaf = logits.double().requires_grad_(), logits.to(device).requires_grad_()
-    found = everything(leaf, ids.to(device), temperature=0.7, soft_cap=20.0)
-    expected = by_definition(20 * torch.tanh(exact / 20), ids, 0.7)
-    assert_close(found, expected, nats=1e-5)
-    found.logprobs.sum().backward()
-    expected[0].sum().backward()
-    relative = {torch.float32: 2e-6, torch.bfloat16: 2**-7}[dtype]
-    assert (leaf.grad.cpu().double() - exact.grad).norm() <= relative * exact.grad.norm()
-
-
-@pytest.mark.parametrize("soft_cap", [None, 20.0])
-def test_a_vocabulary_mask_is_columns_of_minus_infinity(soft_cap: float | None) -> None:
-    logits, ids = normal(4, 60), torch.tensor([1, 3, 59, 31])
-    vocab_mask = torch.arange(60) % 2 == 1
-    leaf, other = logits.clone().requires_grad_(), logits[:, vocab_mask].clone().requires_grad_()
-    found = everything(leaf, ids, vocab_mask=vocab_mask, soft_cap=soft_cap)
-    expected = everything(other, ids // 2, soft_cap=soft_cap)
-    for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=2e-6)
-    (found.logprobs + found.entropy).sum().backward()
-    (expected.logprobs + expected.entropy).sum().backward()
-    torch.testing.assert_close(leaf.grad[:, vocab_mask], other.grad, rtol=1e-5, atol=1e-6)
-    assert not leaf.grad[:, ~vocab_mask].any()
-    excluded = everything(logits, torch.tensor([0, 0, 0, 0]), vocab_mask=vocab_mask)
-    assert excluded.logprobs.tolist() == [-math.inf] * 4
-
-
 @pytest.mark.parametrize("options", [{}, {"soft_cap": 10.0}])
 def test_a_gradient_in_place_is_the_same_gradient_over_the_logits(options: dict[str, float]) -> None:
     leaf, ids = normal(6, 33).requires_grad_(), torch.arange(6)
@@ -209,12 +178,6 @@ def test_whoever_else_has_kept_the_logits_notices_a_gradient_in_place() -> None:
     torch.autograd.grad(found, logits)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         other.backward()
-
-
-def test_a_vocabulary_mask_must_fit() -> None:
-    for wrong, error in ((torch.ones(4, dtype=torch.bool), ShapeError), (torch.ones(5), DtypeError)):
-        with pytest.raises(error, match="vocab_mask: found"):
-            everything(normal(2, 5), torch.tensor([0, 1]), vocab_mask=wrong)
 
 
 def test_logits_in_bfloat16_are_those_that_a_bfloat16_head_rounds() -> None:

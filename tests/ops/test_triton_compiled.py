@@ -8,7 +8,14 @@ from typing import Any
 
 import pytest
 
-from rlbatch_kernels import STAT_COLUMNS, stats, triton_library, triton_softmax, triton_stats
+from rlbatch_kernels import (
+    STAT_COLUMNS,
+    stats,
+    triton_library,
+    triton_linear,
+    triton_softmax,
+    triton_stats,
+)
 from rlbatch_kernels.per_token import KINDS
 
 if (reason := triton_library.missing()) is not None:
@@ -26,7 +33,8 @@ MAX_SHARED = {80: 163 * 1024, 90: 227 * 1024}
 """Bytes a program may have, by NVIDIA's tables of compute capabilities."""
 
 STATE = {"offsets": "*i64", "target_ids": "*i64", "scales": "*fp64", "maxima": "*fp64"}
-NUMBERS = {"num_columns": "i32", "first_column": "i32"}
+NUMBERS = {"logit_scale": "fp32", "soft_cap": "fp32", "num_columns": "i32", "first_column": "i32"}
+PLAIN: dict[str, Any] = {"CAPPED": False, "MASKED": False, "vocab_mask": None}
 LIMITS = (
     "max_exponent",
     "k3_cap",
@@ -38,14 +46,21 @@ LIMITS = (
 )
 
 
-def forward_case(dtype: str, *, full: bool) -> tuple[dict[str, str], dict[str, Any]]:
+SHAPED: dict[str, Any] = {"CAPPED": True, "MASKED": True}
+
+
+def forward_case(dtype: str, *, full: bool, shaped: bool = False) -> tuple[dict[str, str], dict[str, Any]]:
     more = {"weighted_sums": "*fp64", "num_above": "*i64"}
     types = {"logits": f"*{dtype}", **STATE, "totals": "*fp64", "targets": "*fp64", **NUMBERS}
     constants = {"FULL": full, "BLOCK": triton_softmax.BLOCK, "ALIGNMENT": triton_softmax.ALIGNMENT}
+    constants |= SHAPED if shaped else PLAIN
+    types |= {"vocab_mask": "*u8"} if shaped else {}
     return (types | more, constants) if full else (types, constants | dict.fromkeys(more))
 
 
-def backward_case(dtype: str, out: str, *, slope: bool, same: bool) -> tuple[dict[str, str], dict[str, Any]]:
+def backward_case(
+    dtype: str, out: str, *, slope: bool, same: bool, shaped: bool = False
+) -> tuple[dict[str, str], dict[str, Any]]:
     types = {"logits": f"*{dtype}", **STATE, "at_targets": "*fp64", "constants": "*fp64", "out": f"*{out}"}
     constants = {
         "SLOPE": slope,
@@ -53,6 +68,8 @@ def backward_case(dtype: str, out: str, *, slope: bool, same: bool) -> tuple[dic
         "BLOCK": triton_softmax.BLOCK,
         "ALIGNMENT": triton_softmax.ALIGNMENT,
     }
+    constants |= SHAPED if shaped else PLAIN
+    types |= {"vocab_mask": "*u8"} if shaped else {}
     for name, wanted, kind in (("slopes", slope, "*fp64"), ("out_offsets", not same, "*i64")):
         if wanted:
             types[name] = kind
@@ -61,21 +78,36 @@ def backward_case(dtype: str, out: str, *, slope: bool, same: bool) -> tuple[dic
     return types | NUMBERS, constants
 
 
+def head_case(dtype: str, *, shaped: bool) -> tuple[dict[str, str], dict[str, Any]]:
+    types = {"hidden": f"*{dtype}", "weight": f"*{dtype}", "weight_stride": "i32", "width": "i32"}
+    types |= {"offsets": "*i64", "target_ids": "*i64", "scales": "*fp64"} | NUMBERS
+    types |= {"maxima": "*fp32", "totals": "*fp32", "targets": "*fp64", "num_tokens": "i32"}
+    constants = {
+        name: getattr(triton_linear, name) for name in ("ROWS", "COLUMNS", "STEP", "TILES", "ALIGNMENT")
+    }
+    constants |= {"WHOLE_STEPS": True, "BIASED": shaped} | (SHAPED if shaped else {**PLAIN, "bias": None})
+    return types | ({"bias": f"*{dtype}", "vocab_mask": "*u8"} if shaped else {}), constants
+
+
 def compiled(
-    kernel: Any, case: tuple[dict[str, str], dict[str, Any]], capability: int, num_warps: int
+    kernel: Any,
+    case: tuple[dict[str, str], dict[str, Any]],
+    capability: int,
+    num_warps: int,
+    num_stages: int = 3,
 ) -> tuple[str, dict[str, int]]:
-    """PTX, and what the machine code uses: REG, STACK, SHARED, LOCAL; pointers are aligned to 16 bytes."""
+    """PTX, and what the machine code uses: REG, STACK, LOCAL. Pointers and widths are multiples of 16."""
     types, constants = case
     signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
     attributes = {
         (index,): [["tt.divisibility", 16]]
         for index, name in enumerate(kernel.arg_names)
-        if signature[name].startswith("*")
+        if signature[name].startswith("*") or name in ("weight_stride", "width")
     }
     found = triton.compile(
         ASTSource(kernel, signature, constants, attributes),
         target=GPUTarget("cuda", capability, 32),
-        options={"num_warps": num_warps},
+        options={"num_warps": num_warps, "num_stages": num_stages},
     )
     assert found.metadata.shared <= MAX_SHARED[capability]
     cubin = Path(os.environ["TRITON_CACHE_DIR"]) / "kernel.cubin"
@@ -88,11 +120,11 @@ def compiled(
     }
 
 
-def assert_nothing_spills(usage: dict[str, int], num_warps: int) -> None:
+def assert_nothing_spills(usage: dict[str, int], num_warps: int, programs: int = 2) -> None:
     assert usage["LOCAL"] == 0
     assert usage["STACK"] <= MAX_STACK
-    # Of 65,536 registers a multiprocessor: two programs or more at a time.
-    assert 2 * usage["REG"] * 32 * num_warps <= 65536
+    # Of 65,536 registers a multiprocessor: so many programs at a time.
+    assert programs * usage["REG"] * 32 * num_warps <= 65536
 
 
 @pytest.fixture(autouse=True)
@@ -142,6 +174,49 @@ def test_triton_backward_reads_and_writes_in_vectors(
     assert len(re.findall(r"ld\.global\S*\.v4", ptx)) == loads
     assert len(re.findall(r"st\.global\S*\.v4", ptx)) == stores
     assert not re.search(r"(ld|st)\.global\S* .*\[%r\d", ptx)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_triton_caps_and_masks_in_registers(capability: int, dtype: str) -> None:
+    warps, loads = triton_softmax.NUM_WARPS, 4 if dtype == "fp32" else 2
+    kernels = triton_library.softmax()
+    for kernel, case in (
+        (kernels.forward, forward_case(dtype, full=True, shaped=True)),
+        (kernels.backward, backward_case(dtype, dtype, slope=True, same=True, shaped=True)),
+    ):
+        ptx, usage = compiled(kernel, case, capability, warps)
+        assert_nothing_spills(usage, warps)
+        # Of the logits, and at least one of the mask.
+        assert len(re.findall(r"ld\.global\S*\.v4", ptx)) > loads
+
+
+@pytest.mark.parametrize(("dtype", "shaped"), [("bf16", False), ("bf16", True), ("fp16", False)])
+def test_triton_fused_head_multiplies_on_tensor_cores(capability: int, dtype: str, shaped: bool) -> None:
+    warps, stages = triton_linear.NUM_WARPS, triton_linear.NUM_STAGES
+    case = head_case(dtype, shaped=shaped)
+    ptx, usage = compiled(triton_library.linear().pieces, case, capability, warps, stages)
+    # A tile's sums fill the registers of one program.
+    assert_nothing_spills(usage, warps, programs=1)
+    assert usage["STACK"] == 0
+    product = {80: r"mma\.sync\.aligned\.m16n8k16", 90: r"wgmma\.mma_async"}[capability]
+    assert re.search(product, ptx)
+    # Both factors come in copies of 16 bytes, while the product before is computed.
+    sizes = re.findall(r"cp\.async\.c[ag]\.shared\.global \[[^\]]*\], \[[^\]]*\], (0x\w+)", ptx)
+    assert set(sizes) == {"0x10"}
+    assert "atom." not in ptx
+    assert not re.search(r"(ld|st)\.global\S* .*\[%r\d", ptx)
+
+
+def test_triton_fused_head_combines_pieces_without_atomics(capability: int) -> None:
+    types = dict.fromkeys(("piece_maxima", "piece_totals"), "*fp32") | {
+        "num_tokens": "i32",
+        "num_pieces": "i32",
+    }
+    types |= dict.fromkeys(("scales", "maxima", "totals"), "*fp64")
+    case = (types, {"ROWS": triton_linear.COMBINED_ROWS})
+    ptx, usage = compiled(triton_library.linear().combine, case, capability, 4)
+    assert_nothing_spills(usage, 4)
+    assert "atom." not in ptx
 
 
 # Segments begin anywhere, so their loads are lane by lane.

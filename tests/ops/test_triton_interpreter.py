@@ -60,3 +60,14 @@ def test_triton_interpreter_still_cuts_bits_off_bfloat16() -> None:
     cut = interpreter.INNER_CAST(interpreter_builder, exact, tl.bfloat16)
     rounded = interpreter.cast_to_nearest(interpreter_builder, exact, tl.bfloat16)
     assert [int(handle.data[0]) for handle in (cut, rounded)] == [0x3F81, 0x3F82]
+
+
+def test_triton_interpreter_still_multiplies_the_bits_of_bfloat16() -> None:
+    # 1.0 is 0x3f80 in bfloat16. Where this fails, drop `dot_of_values`.
+    one = TensorHandle(np.array([[0x3F80]], dtype=np.uint16), tl.bfloat16)
+    zero = TensorHandle(np.zeros((1, 1), dtype=np.float32), tl.float32)
+    found = [
+        float(dot(interpreter_builder, one, one, zero, None, 0).data[0, 0])
+        for dot in (interpreter.INNER_DOT, interpreter.dot_of_values)
+    ]
+    assert found == [0x3F80**2, 1.0]

@@ -12,7 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, multiprocessing
 
-from rlbatch_kernels import GroupError, ShapeError, VocabGroup, linear_logprobs, token_logprobs
+from rlbatch_kernels import (
+    GroupError,
+    ShapeError,
+    TokenRangeError,
+    VocabGroup,
+    linear_logprobs,
+    token_logprobs,
+)
 
 # By number of ranks. The last rank of three holds one column, and no token of the batch has its target there.
 SIZES = {2: (600, 403), 3: (500, 502, 1)}
@@ -21,6 +28,9 @@ VOCAB_SIZE = 1003
 TARGETS = (0, 599, 600, 499, 500, 1001, 37, 700, 250)
 TEMPERATURE = 0.7
 SOFT_CAPS = (None, 5.0)
+# Columns that count: for the logits all but the last, which is all that the last rank of three holds.
+NUM_IDS = 1002
+LINEAR_MASK = torch.arange(VOCAB_SIZE) % 10 != 3
 
 
 def normal(*shape: int, scale: float = 1.0, seed: int = 0) -> Tensor:
@@ -59,7 +69,8 @@ def exact(soft_cap: float | None) -> dict[str, Tensor]:
 
     product = (hidden @ weight.T + bias) * 0.8
     product = product if soft_cap is None else soft_cap * torch.tanh(product / soft_cap)
-    token, linear = chosen(logits), chosen(product)
+    token = chosen(logits.masked_fill(torch.arange(VOCAB_SIZE) >= NUM_IDS, -math.inf))
+    linear = chosen(product.masked_fill(~LINEAR_MASK, -math.inf))
     (grad_logits,) = torch.autograd.grad((token * given["upstream"]).sum(), logits)
     grads = torch.autograd.grad((linear * given["upstream"]).sum(), (hidden, weight, bias))
     named = dict(zip(("grad_hidden", "grad_weight", "grad_bias"), grads, strict=True))
@@ -74,10 +85,9 @@ def sharded(group: VocabGroup, soft_cap: float | None) -> dict[str, Tensor]:
     hidden = given["hidden"].requires_grad_()
     weight, bias = (given[name][own].clone().requires_grad_() for name in ("weight", "bias"))
     common: dict[str, Any] = {"temperature": given["temperature"], "mask": given["mask"], "group": group}
-    token = token_logprobs(logits, given["ids"], **common)
-    linear = linear_logprobs(
-        hidden, weight, given["ids"], bias=bias, logit_scale=0.8, soft_cap=soft_cap, **common
-    )
+    token = token_logprobs(logits, given["ids"], vocab_mask=NUM_IDS, **common)
+    common |= {"vocab_mask": LINEAR_MASK, "soft_cap": soft_cap}
+    linear = linear_logprobs(hidden, weight, given["ids"], bias=bias, logit_scale=0.8, **common)
     (token * given["upstream"]).sum().backward()
     (linear * given["upstream"]).sum().backward()
     leaves = {"logits": logits, "hidden": hidden, "weight": weight, "bias": bias}
@@ -100,12 +110,14 @@ def refusals(group: VocabGroup) -> dict[str, str]:
         "ids": ((torch.zeros(2, size), ids + rank), {"temperature": 1.0}),
         "temperature": ((torch.zeros(2, size), ids), {"temperature": 1.0 + rank}),
         "columns": ((torch.zeros(2, size + 1), ids), {"temperature": 1.0}),
+        # One target of 5 and 700, which another rank may hold.
+        "excluded": ((torch.zeros(2, size), ids), {"temperature": 1.0, "vocab_mask": 700}),
     }
     told = {}
     for name, (arguments, options) in mistakes.items():
         try:
             token_logprobs(*arguments, group=group, **{"mask": every, **options})
-        except (GroupError, ShapeError) as error:
+        except (GroupError, ShapeError, TokenRangeError) as error:
             told[name] = f"{type(error).__name__}: {error}"
     try:
         VocabGroup.of(group.process_group, rank, device="cpu")
@@ -254,4 +266,5 @@ def test_ranks_that_disagree_are_told_so_on_every_rank(answers: list[dict[Any, A
         assert (
             f"logits: found {size + 1} columns, expected {size}, the share of rank {rank}" in told["columns"]
         )
+        assert "target_ids: found id 700 at (1,), which vocab_mask excludes" in told["excluded"]
         assert f"num_columns: found {list(ranks)} by rank, expected at least 1" in told["empty"]

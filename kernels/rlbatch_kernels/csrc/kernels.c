@@ -33,6 +33,12 @@ static const double LOG2_E_DOUBLE = 1.4426950408889634;
 /* Below this power of two a term is nothing beside the largest, which is 1. */
 static const float MIN_POWER = -126.0f;
 
+/* tanh x is x + x * u * p(u), u = x^2, below this: p interpolates at the Chebyshev nodes, relative error 2e-8. */
+static const float TANH_SERIES_BELOW = 0.625f;
+static const float OF_TANH[5] = {-0.33333329f, 0.13332770f, -0.053850910f, 0.020997179f, -0.0060967147f};
+/* From here on tanh is 1 in float32, and its derivative below 1e-27. */
+static const float TANH_IS_1 = 32.0f;
+
 /* dtypes of logits, as c_library.py numbers them. */
 enum { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
 
@@ -114,6 +120,13 @@ struct softmax {
     int64_t above;          /* logits larger than the target's */
 };
 
+/* What is done to logits before the softmax, in this order; see shaping.py. */
+struct shaping {
+    float logit_scale, soft_cap; /* a cap of 0: none */
+    float scale_over_cap, one_over_cap;
+    const uint8_t *vocab_mask; /* of a row's columns; NULL: every one counts */
+};
+
 /* What a row's gradient is made of: 2^power * (constant + slope * power). */
 struct slope {
     float maximum, scale, constant, slope;
@@ -126,15 +139,16 @@ struct slope {
 struct level {
     const char *name;
     void (*stats_chunk)(const struct tokens *, int64_t, int64_t, int64_t, int64_t, const struct limits *, double *);
-    void (*softmax_add)(const char *, int, int64_t, float, int, struct softmax *);
-    void (*softmax_gradient)(const char *, int, int64_t, const struct slope *, char *, int);
+    void (*softmax_add)(const char *, int, int64_t, float, int, const struct shaping *, struct softmax *);
+    void (*softmax_gradient)(const char *, int, int64_t, const struct slope *, const struct shaping *, char *, int);
+    float (*shape_one)(const char *, int, int64_t, int64_t, const struct shaping *, float *);
 };
 
 static const struct level LEVELS[] = {
-    {"baseline", stats_chunk_baseline, softmax_add_baseline, softmax_gradient_baseline},
+    {"baseline", stats_chunk_baseline, softmax_add_baseline, softmax_gradient_baseline, shape_one_baseline},
 #ifdef HAVE_X86_LEVELS
-    {"avx2", stats_chunk_avx2, softmax_add_avx2, softmax_gradient_avx2},
-    {"avx512", stats_chunk_avx512, softmax_add_avx512, softmax_gradient_avx512},
+    {"avx2", stats_chunk_avx2, softmax_add_avx2, softmax_gradient_avx2, shape_one_avx2},
+    {"avx512", stats_chunk_avx512, softmax_add_avx512, softmax_gradient_avx512, shape_one_avx512},
 #endif
 };
 
@@ -294,6 +308,7 @@ struct rows {
     int64_t num_rows, num_columns, first_column;
     const int64_t *target_ids;  /* [N] */
     const double *temperature;  /* [N] */
+    const struct shaping *shaping; /* NULL: logits are taken as they are */
 };
 
 /* The state of the rows, read and written. */
@@ -326,6 +341,14 @@ static void put_element(char *row, int64_t dtype, int64_t at, float value) {
     memcpy(row + (size_t)at * width, tail, width);
 }
 
+/* One logit as the softmax takes it, and the derivative of that to what it was. */
+static float shaped_element(const struct level *level, const struct rows *rows, const char *row, int64_t at,
+                            float *slope) {
+    *slope = 1.0f;
+    if (!rows->shaping) return element(row, rows->dtype, at);
+    return level->shape_one(row, (int)rows->dtype, at, rows->num_columns, rows->shaping, slope);
+}
+
 static const char *row_of(const struct rows *rows, int64_t index) {
     return rows->logits + rows->offsets[index] * (rows->dtype == FLOAT32 ? 4 : 2);
 }
@@ -343,12 +366,14 @@ static void forward_item(const void *argument, int64_t index) {
     const struct state *state = job->state;
     const char *row = row_of(rows, index);
     int64_t column = rows->target_ids[index] - rows->first_column;
-    if (column >= 0 && column < rows->num_columns) state->target[index] = element(row, rows->dtype, column);
+    float slope;
+    if (column >= 0 && column < rows->num_columns)
+        state->target[index] = shaped_element(job->level, rows, row, column, &slope);
     int full = state->weighted != NULL;
     float scale = (float)(LOG2_E_DOUBLE / rows->temperature[index]);
     struct softmax s = {(float)state->maximum[index], (float)state->target[index], state->total[index],
                         full ? state->weighted[index] * LOG2_E_DOUBLE : 0.0, 0};
-    job->level->softmax_add(row, (int)rows->dtype, rows->num_columns, scale, full, &s);
+    job->level->softmax_add(row, (int)rows->dtype, rows->num_columns, scale, full, rows->shaping, &s);
     state->maximum[index] = s.maximum;
     state->total[index] = s.total;
     if (full) {
@@ -368,12 +393,15 @@ static void backward_item(const void *argument, int64_t index) {
     int64_t column = rows->target_ids[index] - rows->first_column;
     int here = column >= 0 && column < rows->num_columns;
     /* Read before the row is written, which may be in place. */
-    double power = here ? (element(row, rows->dtype, column) - maximum) * scale : 0.0;
+    float of_shaped = 1.0f;
+    double power = here ? (shaped_element(job->level, rows, row, column, &of_shaped) - maximum) * scale : 0.0;
     struct slope g = {(float)maximum, (float)scale, (float)constant, (float)slope};
-    job->level->softmax_gradient(row, (int)rows->dtype, rows->num_columns, &g, out, (int)up->out_dtype);
+    job->level->softmax_gradient(row, (int)rows->dtype, rows->num_columns, &g, rows->shaping, out,
+                                 (int)up->out_dtype);
     if (!here) return;
     double p = exp2(power), spread = power < MIN_POWER ? 0.0 : slope * power;
-    put_element(out, up->out_dtype, column, (float)(p * (constant + spread) + up->at_target[index]));
+    double to_shaped = p * (constant + spread) + up->at_target[index];
+    put_element(out, up->out_dtype, column, (float)(to_shaped * of_shaped));
 }
 
 /* Take in the columns [first_column, first_column + num_columns) of every row. */

@@ -9,6 +9,9 @@ lanes are summed in float64, as is everything kept between tiles. The argument o
 (logit - maximum) / temperature, subtracted before it is scaled: so no digit is lost at logits of 1e4.
 `scales` [N] float64 are log2(e) / temperature, and a `slope` is the gradient's to a power of two.
 
+Logits are scaled, capped and masked as they are read (`shaping.Shaping`), where a call asks for it. Beside 1,
+tanh is 1 - q: q keeps its digits where tanh has none left, and the derivative is q * (2 - q).
+
 A maximum drops NaN here, on every device, so NaN is left to the sum: NaN and +inf both make their own
 exponential NaN, and no factor makes it finite again.
 """
@@ -22,6 +25,39 @@ LEAST_POWER = tl.constexpr(-200.0)
 """2^-200 is 0 in float32. Powers are bounded by it where 0 * -inf would be NaN."""
 
 MINUS_INFINITY = tl.constexpr(float("-inf"))
+
+
+TWO_LOG2_E = tl.constexpr(2.8853900817779268)
+
+TANH_IS_1 = tl.constexpr(32.0)
+"""From here on tanh is 1 in float32, and its derivative below 1e-27."""
+
+TANH_SERIES_BELOW = tl.constexpr(0.625)
+
+
+@triton.jit
+def shaped(x, counts, logit_scale, soft_cap, CAPPED: tl.constexpr, MASKED: tl.constexpr):
+    """Logits as the softmax takes them, float32, and the derivative of that; `counts`: 0 is masked."""
+    y = x * logit_scale
+    slope = logit_scale
+    if CAPPED:
+        z = y / soft_cap
+        u = z * z
+        # tanh z = z + z * u * p(u): p interpolates at the Chebyshev nodes, relative error 2e-8.
+        p = ((-0.0060967147 * u + 0.020997179) * u - 0.053850910) * u + 0.13332770
+        small = y + y * (u * (p * u - 0.33333329))
+        t = small / soft_cap
+        # NaN is above nothing, so it stays.
+        size = tl.where(tl.abs(z) > TANH_IS_1, TANH_IS_1, tl.abs(z))
+        q = 2.0 / (tl.exp2(size * TWO_LOG2_E) + 1.0)
+        large = soft_cap - soft_cap * q
+        is_small = size < TANH_SERIES_BELOW
+        y = tl.where(is_small, small, tl.where(z < 0.0, -large, large))
+        slope = logit_scale * tl.where(is_small, 1.0 - t * t, q * (2.0 - q))
+    if MASKED:
+        y = tl.where(counts != 0, y, MINUS_INFINITY)
+        slope = tl.where(counts != 0, slope, 0.0)
+    return y, slope
 
 
 @triton.jit
@@ -41,7 +77,7 @@ def _add_block(x, maximum, total, weighted, above, target, scale, FULL: tl.const
     return largest, total, weighted, above
 
 
-@triton.jit(do_not_specialize=["num_columns", "first_column"])
+@triton.jit(do_not_specialize=["num_columns", "first_column", "logit_scale", "soft_cap"])
 def forward(
     logits,
     offsets,
@@ -52,9 +88,14 @@ def forward(
     targets,
     weighted_sums,
     num_above,
+    vocab_mask,
+    logit_scale,
+    soft_cap,
     num_columns,
     first_column,
     FULL: tl.constexpr,
+    CAPPED: tl.constexpr,
+    MASKED: tl.constexpr,
     BLOCK: tl.constexpr,
     ALIGNMENT: tl.constexpr,
 ):
@@ -70,6 +111,8 @@ def forward(
     column = tl.load(target_ids + row) - first_column
     inside = (column >= 0) & (column < num_columns)
     found = tl.load(begin + column, mask=inside, other=0.0).to(tl.float32)
+    # A target always counts.
+    found = shaped(found, 1, logit_scale, soft_cap, CAPPED, False)[0]
     target = tl.where(inside, found, tl.load(targets + row).to(tl.float32))
     tl.store(targets + row, target.to(tl.float64))
 
@@ -82,13 +125,18 @@ def forward(
     last = (num_columns // BLOCK) * BLOCK
     for start in range(0, last, BLOCK):
         x = tl.load(begin + start + lane, eviction_policy="evict_first").to(tl.float32)
+        counts = tl.load(vocab_mask + start + lane) if MASKED else 1
+        y = shaped(x, counts, logit_scale, soft_cap, CAPPED, MASKED)[0]
         maximum, total, weighted, above = _add_block(
-            x, maximum, total, weighted, above, target, scale32, FULL
+            y, maximum, total, weighted, above, target, scale32, FULL
         )
     if last < num_columns:
-        x = tl.load(begin + last + lane, mask=last + lane < num_columns, other=MINUS_INFINITY).to(tl.float32)
+        here = last + lane < num_columns
+        x = tl.load(begin + last + lane, mask=here, other=0.0).to(tl.float32)
+        counts = tl.load(vocab_mask + last + lane, mask=here, other=0) if MASKED else here
+        y = shaped(x, counts, logit_scale, soft_cap, CAPPED, True)[0]
         maximum, total, weighted, above = _add_block(
-            x, maximum, total, weighted, above, target, scale32, FULL
+            y, maximum, total, weighted, above, target, scale32, FULL
         )
 
     largest = maximum.to(tl.float64)
@@ -114,7 +162,7 @@ def _gradient(x, column, column_of_target, maximum, scale, constant, slope, at_t
     return tl.exp2(power) * factor + tl.where(column == column_of_target, at_target, 0.0)
 
 
-@triton.jit(do_not_specialize=["num_columns", "first_column"])
+@triton.jit(do_not_specialize=["num_columns", "first_column", "logit_scale", "soft_cap"])
 def backward(
     logits,
     offsets,
@@ -126,9 +174,14 @@ def backward(
     slopes,
     out,
     out_offsets,
+    vocab_mask,
+    logit_scale,
+    soft_cap,
     num_columns,
     first_column,
     SLOPE: tl.constexpr,
+    CAPPED: tl.constexpr,
+    MASKED: tl.constexpr,
     SAME_OFFSETS: tl.constexpr,
     BLOCK: tl.constexpr,
     ALIGNMENT: tl.constexpr,
@@ -154,11 +207,15 @@ def backward(
     for start in range(0, last, BLOCK):
         column = start + lane
         x = tl.load(begin + column).to(tl.float32)
-        grad = _gradient(x, column, target, maximum, scale, constant, slope, at_target, SLOPE)
-        tl.store(out_begin + column, grad.to(dtype))
+        counts = tl.load(vocab_mask + column) if MASKED else 1
+        y, of_shaped = shaped(x, counts, logit_scale, soft_cap, CAPPED, MASKED)
+        grad = _gradient(y, column, target, maximum, scale, constant, slope, at_target, SLOPE)
+        tl.store(out_begin + column, (grad * of_shaped).to(dtype))
     if last < num_columns:
         column = last + lane
         here = column < num_columns
-        x = tl.load(begin + column, mask=here, other=MINUS_INFINITY).to(tl.float32)
-        grad = _gradient(x, column, target, maximum, scale, constant, slope, at_target, SLOPE)
-        tl.store(out_begin + column, grad.to(dtype), mask=here)
+        x = tl.load(begin + column, mask=here, other=0.0).to(tl.float32)
+        counts = tl.load(vocab_mask + column, mask=here, other=0) if MASKED else here
+        y, of_shaped = shaped(x, counts, logit_scale, soft_cap, CAPPED, MASKED)
+        grad = _gradient(y, column, target, maximum, scale, constant, slope, at_target, SLOPE)
+        tl.store(out_begin + column, (grad * of_shaped).to(dtype), mask=here)
