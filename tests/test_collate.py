@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rlbatch.assemble import to_samples
 from rlbatch.batch import NO_TARGET
 from rlbatch.collate import Padding, collate, unpack
-from rlbatch.errors import RecordError
+from rlbatch.errors import RecordError, SoundnessError
 from rlbatch.records import TOKEN_FIELDS, Origin, SamplingParams, Segment, VersionSpan, identical
 
 NAN = float("nan")
@@ -83,6 +83,21 @@ def test_optional_fields_are_none_where_absent_and_nan_for_samples_without():
     assert collate([a, b], layout="packed").ref_logprobs is None
     with_ref = replace(a, ref_logprobs=np.float32([NAN, NAN, -1.0, -2.0]))
     eq(collate([with_ref, b], layout="packed").ref_logprobs, [[NAN, -1.0, -2.0, NAN, NAN, NAN]])
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_what_has_no_advantage_is_collated_for_an_audit_only(layout):
+    good, forgotten = two_samples()[0], sample([1], [8], [-0.75], trajectory_id="c", advantage=None)
+    origins = [Origin(path="a.safetensors", index=at) for at in (3, 7)]
+    with pytest.raises(SoundnessError, match=r"set Trajectory\.advantage") as caught:
+        collate([good, forgotten], layout=layout, origins=origins)
+    (found,) = caught.value.findings
+    assert (found.code, found.where.path, found.where.sample) == ("advantage-not-finite", "a.safetensors", 7)
+    batch = collate([good, forgotten], layout=layout, purpose="audit")
+    assert batch.advantages[batch.loss_mask].isnan().tolist() == [False, False, True]
+    # What is not trained needs none.
+    untrained = replace(forgotten, loss_mask=np.zeros(2, bool))
+    assert collate([good, untrained], layout=layout).num_loss_tokens == 2
 
 
 def test_an_audit_compares_raw_values_at_temperature_one_and_training_does_not():

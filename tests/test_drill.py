@@ -82,6 +82,13 @@ def test_rows_that_are_too_certain_are_refused():
         pool_of(rows, where=Where(), num_read=3)
 
 
+def test_rows_without_advantages_are_drilled_with_none_in_them_and_the_originals_stay():
+    rows = [sample([1, 5], [7] * 20, [-1.0] * 20, trajectory_id=f"t{i}", advantage=None) for i in range(2)]
+    pool = pool_of(rows, where=Where(), num_read=2)
+    assert all(not each.advantages.any() for each in pool.able)
+    assert all(np.isnan(each.advantages[2:]).all() for each in rows)
+
+
 # -- scores and noise --------------------------------------------------------------------------------------
 
 

@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -84,7 +84,7 @@ def pool_of(samples: Sequence[Sample], *, where: Where, num_read: int) -> Pool:
     Raises:
         StorageError: nothing-trained, as `load_pool`.
     """
-    usable = [sample for sample in samples if _trainable(sample)]
+    usable = [_with_advantages(sample) for sample in samples if _trainable(sample)]
     informative = [sample for sample in usable if num_informative(sample) >= MIN_INFORMATIVE]
     able = _largest(informative, lambda sample: sample.logprobs_modes)
     if len(able) < 2:
@@ -106,6 +106,12 @@ def pool_of(samples: Sequence[Sample], *, where: Where, num_read: int) -> Pool:
 def num_informative(sample: Sample) -> int:
     """Trained tokens that are no near-certainties."""
     return int(np.count_nonzero(sample.loss_mask & (sample.inference_logprobs < INFORMATIVE_BELOW)))
+
+
+def _with_advantages(sample: Sample) -> Sample:
+    """The sample with 0 for advantages that nobody has said: these copies are judged, and train nothing."""
+    missing = np.isnan(sample.advantages) & sample.loss_mask
+    return replace(sample, advantages=np.where(missing, 0, sample.advantages)) if missing.any() else sample
 
 
 def _trainable(sample: Sample) -> bool:
