@@ -6,7 +6,7 @@ name.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeAlias
 
@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from rlbatch.alignment import Judge, LogitsFor, measure
-from rlbatch.alignment.drift import age_text
-from rlbatch.alignment.judge import DOUBTS
-from rlbatch.alignment.limits import CLEAN_MEAN
+from rlbatch.alignment.drift import too_few
+from rlbatch.alignment.judge import REASONS
 from rlbatch.batch import Batch
 from rlbatch.catalogue import finding
 from rlbatch.collate import collate
@@ -48,8 +47,8 @@ TOLD_ELSEWHERE = ("incomparable", "nothing-trained")
 STILL_COMPARED = ("finish-mismatch",)
 """Codes of `check_sound` that leave the tokens that are there comparable: the trainer may name the cause."""
 
-REASONS = (*DOUBTS, "incomparable", "nothing-trained")
-"""Codes that say themselves why a file is not judged."""
+MORE_ROWS = "give more rollouts of the same weights, and check --logprobs-mode and --temperature"
+"""What is to be done where there is too little to judge."""
 
 OnProgress: TypeAlias = Callable[[float], None]
 """Called with the share of all files, by size, that is done."""
@@ -210,8 +209,11 @@ class _FileAudit:
         if any(found.severity == "error" for found in self._findings):
             return self._report("findings", self._figures, self._num_samples)
         told = {found.code for found in self._findings}
-        if not verdict.judged and self._figures.num_tokens and told.isdisjoint(REASONS):
-            self._findings.append(_too_few(self._path, self._judge))
+        if not verdict.judged and told.isdisjoint(REASONS):
+            few = too_few(self._judge.drift.by_age, self._judge.limits)
+            self._findings += [
+                replace(each, where=Where(path=str(self._path)), fix=MORE_ROWS) for each in few
+            ]
         word: Verdict = "sound" if verdict.judged else "not-judged"
         return self._report(word, self._figures, self._num_samples)
 
@@ -280,25 +282,6 @@ def _mismatch(stored: str, found: str, scorer: Scorer, path: Path) -> Finding:
         where=Where(path=str(path)),
         expected=f"{stored}, as stored",
         found=f"{found} in {scorer.path}",
-    )
-
-
-def _too_few(path: Path, judge: Judge) -> Finding:
-    """Of the age with the fewest tokens: it alone is enough to leave a file open."""
-    limits = judge.limits
-    open_ages = {
-        age: sums
-        for age, sums in judge.drift.by_age.items()
-        if sums.num_tokens < limits.min_tokens and not sums.all_clean
-    }
-    age, sums = min(open_ages.items(), key=lambda item: item[1].num_tokens)
-    return finding(
-        "too-few-to-judge",
-        where=Where(path=str(path)),
-        expected=f"of each version at least {limits.min_tokens} compared tokens, or a mean |log_ratio| under "
-        f"{CLEAN_MEAN} nats in every turn",
-        found=f"{int(sums.num_tokens)} tokens of {age_text(age)}, "
-        f"inference KLD {sums.mean(sums.sum_k3):.3g}, |log_ratio| up to {sums.max_abs_log_ratio:.3g} nats",
     )
 
 
