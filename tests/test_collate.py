@@ -119,8 +119,16 @@ def test_an_audit_compares_raw_values_at_temperature_one_and_training_does_not()
 
 def test_a_batch_never_mixes_raw_and_processed_turns():
     raw = provenance(logprobs_mode="raw")
-    with pytest.raises(RecordError, match="one logprobs_mode, found processed and raw"):
-        collate([sample([1], [7], [-1.0]), sample([1], [7], [-1.0], provenance=raw)], layout="packed")
+    made = [sample([1], [7], [-1.0]), sample([1], [7], [-1.0], provenance=raw, trajectory_id="other")]
+    origins = [Origin(path="a.safetensors", index=at) for at in (3, 7)]
+    for stored, place in ((None, "sample 1"), (origins, r"a\.safetensors sample 7")):
+        with pytest.raises(
+            RecordError, match=rf"\[modes-mixed\] {place}, trajectory 'other', turn 0\n"
+        ) as caught:
+            collate(made, layout="packed", origins=stored)
+        (found,) = caught.value.findings
+        assert found.found == "1 turns with processed and 1 turns with raw logprobs"
+        assert "RolloutLoader" in found.fix
 
 
 def test_turns_keep_their_own_segments_even_where_nothing_lies_between():

@@ -53,10 +53,10 @@ def collate(
     Raises:
         SoundnessError: advantage-not-finite, unless for an audit: the one value that is looked at here, since
             no later gate reads it.
-        RecordError: no samples, or what is none; origins of another number; turns with raw and with
-            processed logprobs mixed; media in a packed batch, or of several shapes; routed experts of other
-            numbers of layers or experts a token; a word that is no layout or purpose; memory that cannot hold
-            the batch.
+        RecordError: no samples, or what is none; origins of another number; modes-mixed, turns with raw
+            and with processed logprobs; media in a packed batch, or of several shapes; routed experts of
+            other numbers of layers or experts a token; a word that is no layout or purpose; memory that
+            cannot hold the batch.
 
     Example:
         token_ids [1, 5, 7, 2] with 7, 2 sampled at -0.1, -0.2:
@@ -71,7 +71,7 @@ def collate(
     if purpose == "audit":
         samples = [for_audit(sample) for sample in samples]
     place = Place.of([len(sample) for sample in samples], layout, padding)
-    parts = Parts.of(samples, place)
+    parts = Parts.of(samples, place, origins)
     media = media_of(samples, layout)
     columns = columns_of(samples, padding.token_id)
     tensors = _tensors(columns, media, place, parts, allocate)
