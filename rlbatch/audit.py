@@ -76,6 +76,8 @@ class AuditOptions:
     """Budget of one batch, padding included."""
     statement: Statement = field(default_factory=Statement)
     """What recorded JSON cannot say of its logprobs."""
+    skip_refused: bool = False
+    """Recorded requests that the engine refused are warnings, and the rest of their file is judged."""
     trainer_version: int | None = None
     """`policy_version` of the model's weights; None where they are those that sampled."""
 
@@ -149,7 +151,12 @@ class _FileAudit:
 
     def run(self, on_progress: OnProgress) -> FileReport:
         try:
-            rows = read_rows(self._path, self._options.statement, identity=self._scorer.identity)
+            rows = read_rows(
+                self._path,
+                self._options.statement,
+                identity=self._scorer.identity,
+                skip_refused=self._options.skip_refused,
+            )
             for part in slices(rows, max_tokens=BATCHES_A_SLICE * self._options.max_tokens):
                 self._take(part)
                 on_progress(part[-1].share)
