@@ -320,6 +320,21 @@ def test_what_cannot_be_compared_is_converted_with_a_warning(rollouts: Path, tmp
     assert len(open_reader(tmp_path / "shards")) == 32
 
 
+def test_what_a_turn_and_its_sample_both_show_is_told_once(tinylm_dir: Path, tmp_path: Path) -> None:
+    row = {
+        "prompt_ids": [1, 9],
+        "ids": [5, 7],
+        "lp": [-1.0, -2.0],
+        "finish_reason": "stop",
+        "stop_reason": None,
+    }
+    path = tmp_path / "r.json"
+    path.write_text(json.dumps({"sampling": {}, "rows": [row]}))
+    result = rlbatch("convert", path, "--out", tmp_path / "shards", "--model", tinylm_dir, *RAW)
+    assert result.exit_code == 2
+    assert result.stderr.count("[finish-mismatch]") == 1
+
+
 def test_shards_are_never_added_to(rollouts: Path, tmp_path: Path) -> None:
     out = tmp_path / "shards"
     arguments = ("convert", rollouts / "fp32_raw__t1.json", "--out", out, *RAW)
