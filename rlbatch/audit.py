@@ -27,9 +27,7 @@ from rlbatch.report import AuditReport, FileReport, Verdict
 from rlbatch.scoring import (
     load_model,
     logits_for,
-    model_vocab_size,
-    prepended_bos,
-    tokenizer_fingerprint,
+    model_identity,
     trainer_logprobs,
 )
 from rlbatch.soundness import check_sound
@@ -90,17 +88,9 @@ def load_scorer(path: Path, *, device: str, dtype: torch.dtype) -> Scorer:
         ScoringError: the device is not on this machine.
     """
     model = load_model(path, device=device, dtype=dtype)
-    generation = model.generation_config
-    end = None if generation is None else generation.eos_token_id
-    ids = [] if end is None else end if isinstance(end, list) else [end]
     return Scorer(
         path=str(path),
-        identity=ModelIdentity(
-            tokenizer_fingerprint=tokenizer_fingerprint(path),
-            vocab_size=model_vocab_size(model),
-            eos_token_ids=tuple(int(token_id) for token_id in ids),
-            bos_token_id=None if generation is None else prepended_bos(path, generation.bos_token_id),
-        ),
+        identity=model_identity(path, model),
         device=torch.device(device),
         score=lambda batch: trainer_logprobs(model, batch),
         logits_for=logits_for(model),
