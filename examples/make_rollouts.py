@@ -62,7 +62,7 @@ def recorded(name: str, mode: LogprobsMode, scorer: Scorer) -> Iterator[Sample]:
 
 def with_trainer(sample: Sample, scorer: Scorer) -> Sample:
     """The sample with the model's own logprobs as `proximal_logprobs`."""
-    batch = collate([sample], layout="padded")
+    batch = collate([sample], layout="padded", purpose="audit")
     with torch.no_grad():
         logprobs = scorer.score(batch)
     return with_logprobs(batch, logprobs, field="proximal_logprobs")[0]

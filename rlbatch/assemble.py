@@ -218,7 +218,7 @@ class _Columns:
         start = len(turn.prompt_token_ids)
         span = slice(start, start + len(turn.completion_token_ids))
         self.inference_logprobs[span] = turn.inference_logprobs
-        self.advantages[span] = trajectory.advantage
+        self.advantages[span] = np.nan if trajectory.advantage is None else trajectory.advantage
         self.turn[span] = index
         self.temperature[span] = turn.provenance.divisor
         if turn.raw_inference_logprobs is not None:

@@ -6,7 +6,7 @@ name.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeAlias
 
@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from rlbatch.alignment import Judge, LogitsFor, measure
-from rlbatch.alignment.drift import age_text
-from rlbatch.alignment.judge import DOUBTS
-from rlbatch.alignment.limits import CLEAN_MEAN
+from rlbatch.alignment.drift import too_few
+from rlbatch.alignment.judge import REASONS
 from rlbatch.batch import Batch
 from rlbatch.catalogue import finding
 from rlbatch.collate import collate
@@ -28,9 +27,7 @@ from rlbatch.report import AuditReport, FileReport, Verdict
 from rlbatch.scoring import (
     load_model,
     logits_for,
-    model_vocab_size,
-    prepended_bos,
-    tokenizer_fingerprint,
+    model_identity,
     trainer_logprobs,
 )
 from rlbatch.soundness import check_sound
@@ -48,8 +45,8 @@ TOLD_ELSEWHERE = ("incomparable", "nothing-trained")
 STILL_COMPARED = ("finish-mismatch",)
 """Codes of `check_sound` that leave the tokens that are there comparable: the trainer may name the cause."""
 
-REASONS = (*DOUBTS, "incomparable", "nothing-trained")
-"""Codes that say themselves why a file is not judged."""
+MORE_ROWS = "give more rollouts of the same weights, and check --logprobs-mode and --temperature"
+"""What is to be done where there is too little to judge."""
 
 OnProgress: TypeAlias = Callable[[float], None]
 """Called with the share of all files, by size, that is done."""
@@ -77,6 +74,8 @@ class AuditOptions:
     """Budget of one batch, padding included."""
     statement: Statement = field(default_factory=Statement)
     """What recorded JSON cannot say of its logprobs."""
+    skip_refused: bool = False
+    """Recorded requests that the engine refused are warnings, and the rest of their file is judged."""
     trainer_version: int | None = None
     """`policy_version` of the model's weights; None where they are those that sampled."""
 
@@ -89,17 +88,9 @@ def load_scorer(path: Path, *, device: str, dtype: torch.dtype) -> Scorer:
         ScoringError: the device is not on this machine.
     """
     model = load_model(path, device=device, dtype=dtype)
-    generation = model.generation_config
-    end = None if generation is None else generation.eos_token_id
-    ids = [] if end is None else end if isinstance(end, list) else [end]
     return Scorer(
         path=str(path),
-        identity=ModelIdentity(
-            tokenizer_fingerprint=tokenizer_fingerprint(path),
-            vocab_size=model_vocab_size(model),
-            eos_token_ids=tuple(int(token_id) for token_id in ids),
-            bos_token_id=None if generation is None else prepended_bos(path, generation.bos_token_id),
-        ),
+        identity=model_identity(path, model),
         device=torch.device(device),
         score=lambda batch: trainer_logprobs(model, batch),
         logits_for=logits_for(model),
@@ -150,7 +141,12 @@ class _FileAudit:
 
     def run(self, on_progress: OnProgress) -> FileReport:
         try:
-            rows = read_rows(self._path, self._options.statement, identity=self._scorer.identity)
+            rows = read_rows(
+                self._path,
+                self._options.statement,
+                identity=self._scorer.identity,
+                skip_refused=self._options.skip_refused,
+            )
             for part in slices(rows, max_tokens=BATCHES_A_SLICE * self._options.max_tokens):
                 self._take(part)
                 on_progress(part[-1].share)
@@ -210,8 +206,11 @@ class _FileAudit:
         if any(found.severity == "error" for found in self._findings):
             return self._report("findings", self._figures, self._num_samples)
         told = {found.code for found in self._findings}
-        if not verdict.judged and self._figures.num_tokens and told.isdisjoint(REASONS):
-            self._findings.append(_too_few(self._path, self._judge))
+        if not verdict.judged and told.isdisjoint(REASONS):
+            few = too_few(self._judge.drift.by_age, self._judge.limits)
+            self._findings += [
+                replace(each, where=Where(path=str(self._path)), fix=MORE_ROWS) for each in few
+            ]
         word: Verdict = "sound" if verdict.judged else "not-judged"
         return self._report(word, self._figures, self._num_samples)
 
@@ -280,25 +279,6 @@ def _mismatch(stored: str, found: str, scorer: Scorer, path: Path) -> Finding:
         where=Where(path=str(path)),
         expected=f"{stored}, as stored",
         found=f"{found} in {scorer.path}",
-    )
-
-
-def _too_few(path: Path, judge: Judge) -> Finding:
-    """Of the age with the fewest tokens: it alone is enough to leave a file open."""
-    limits = judge.limits
-    open_ages = {
-        age: sums
-        for age, sums in judge.drift.by_age.items()
-        if sums.num_tokens < limits.min_tokens and not sums.all_clean
-    }
-    age, sums = min(open_ages.items(), key=lambda item: item[1].num_tokens)
-    return finding(
-        "too-few-to-judge",
-        where=Where(path=str(path)),
-        expected=f"of each version at least {limits.min_tokens} compared tokens, or a mean |log_ratio| under "
-        f"{CLEAN_MEAN} nats in every turn",
-        found=f"{int(sums.num_tokens)} tokens of {age_text(age)}, "
-        f"inference KLD {sums.mean(sums.sum_k3):.3g}, |log_ratio| up to {sums.max_abs_log_ratio:.3g} nats",
     )
 
 

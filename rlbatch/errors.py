@@ -41,6 +41,8 @@ class Where:
     """One past the last token."""
     rank: int | None = None
     """Process that found it, where several judged one step."""
+    batch: int | None = None
+    """Which of the micro-batches that were judged together; None where it was one."""
     request: str | None = None
     """The caller's own name for the request whose reply it is."""
 
@@ -48,6 +50,7 @@ class Where:
         sample = None if self.sample is None else f"sample {self.sample}"
         head = " ".join(part for part in (self.path, sample) if part is not None)
         parts = [f"rank {self.rank}"] if self.rank is not None else []
+        parts += [f"micro-batch {self.batch}"] if self.batch is not None else []
         parts += [head] if head else []
         if self.request is not None:
             parts.append(f"request {self.request!r}")

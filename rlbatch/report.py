@@ -126,6 +126,9 @@ def print_report(report: AuditReport, console: Console) -> None:
         console.print()
         _print(console, findings_text(report.findings))
     console.print()
+    refused = sum(found.code == "reply-error-body" for found in report.findings)
+    if refused and report.verdict != "unusable":
+        _print(console, f"{refused} recorded requests that the engine refused are left out")
     _print(console, _CLOSING[report.verdict])
 
 

@@ -33,7 +33,7 @@ def turn(prompt: Sequence[int], ids: Sequence[int], logprobs: Sequence[float], *
 
 
 def trajectory(*turns: Turn, **changes: Any) -> Trajectory:
-    return Trajectory(**{"trajectory_id": "t0", "turns": turns} | changes)
+    return Trajectory(**{"trajectory_id": "t0", "turns": turns, "advantage": 0.0} | changes)
 
 
 def sample(prompt: Sequence[int], ids: Sequence[int], logprobs: Sequence[float], **changes: Any) -> Sample:

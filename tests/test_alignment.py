@@ -608,6 +608,36 @@ def test_whether_a_step_was_judged_can_be_asked():
     assert require_aligned(clean, trainer_for(clean, TRUTH), trainer_version=None).judged is True
 
 
+def test_too_little_to_judge_is_a_warning_that_says_how_little():
+    batch, truth = offset_batch(0.3, 900)
+    trainer = trainer_for(batch, truth)
+    (found,) = require_aligned(batch, trainer, trainer_version=None).warnings
+    assert (found.code, found.severity) == ("too-few-to-judge", "warning")
+    assert "at least 1000 compared tokens" in found.expected
+    assert found.found.startswith("900 tokens of the trainer's own version")
+    assert "without it a forgotten temperature cannot be told" in found.fix
+    # Enough tokens, or ones that agree closely, leave nothing to warn of.
+    enough, truth = offset_batch(0.3, 1100)
+    assert require_aligned(enough, trainer_for(enough, truth), trainer_version=None).warnings == ()
+    clean = batch_of(TRUTH)
+    assert require_aligned(clean, trainer_for(clean, TRUTH), trainer_version=None).warnings == ()
+
+
+def test_findings_name_the_micro_batch_where_a_step_has_several():
+    batches, trainers = good_and_bad()
+    with pytest.raises(AlignmentError) as caught:
+        require_aligned(batches, trainers, trainer_version=None)
+    assert {found.where.batch for found in caught.value.findings} == {1}
+    assert str(caught.value).startswith("[shifted] micro-batch 1, sample 0, trajectory 't0'")
+    for alone in (batches[1], [batches[1]]):
+        given = trainers[1] if alone is batches[1] else [trainers[1]]
+        with pytest.raises(AlignmentError) as caught:
+            require_aligned(alone, given, trainer_version=None)
+        assert {found.where.batch for found in caught.value.findings} == {None}
+    with pytest.raises(AlignmentError, match=r"\[batch-mismatch\] micro-batch 1\n"):
+        require_aligned(batches, [trainers[0], trainers[1][:, :-1]], trainer_version=None)
+
+
 def test_a_step_needs_logprobs_for_each_batch():
     batches, trainers = good_and_bad()
     with pytest.raises(RecordError, match="found 2 batches and 1"):

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from rlbatch.assemble import prefix_findings, to_samples
 from rlbatch.errors import Finding, RecordError
-from rlbatch.records import SamplingParams, Turn, VersionSpan
+from rlbatch.records import SamplingParams, Trajectory, Turn, VersionSpan
 
 NAN = np.float32(np.nan)
 
@@ -32,6 +32,14 @@ def test_one_turn_becomes_one_sample_with_every_field_in_its_place():
     assert (sample.trajectory_id, sample.group_id, sample.reward) == ("t0", "g", 1.0)
     assert (sample.sibling, sample.num_siblings, sample.finish_reasons) == (0, 1, ("stop",))
     assert sample.stop_reasons == (None,)
+
+
+def test_an_advantage_that_nobody_has_said_is_no_number():
+    made = turn([1, 5], [7, 2], [-0.25, -0.5])
+    (sample,) = to_samples(Trajectory(trajectory_id="t0", turns=(made,)))
+    np.testing.assert_array_equal(sample.advantages, np.float32([0, 0, NAN, NAN]))
+    (said,) = to_samples(trajectory(made, advantage=0.0))
+    np.testing.assert_array_equal(said.advantages, np.float32([0, 0, 0, 0]))
 
 
 def test_turns_that_extend_one_another_join_and_tokens_between_are_context():

@@ -139,6 +139,42 @@ def test_with_json_an_unusable_file_is_on_stderr_for_people(tmp_path: Path, tiny
     assert "line 1: " in result.stderr
 
 
+@pytest.fixture
+def with_a_refusal(data_dir: Path, tmp_path: Path) -> Path:
+    """Two replies of other temperatures, and between them a request that was refused."""
+    directory = data_dir / "replies" / "fp32_processed"
+    first, last = (
+        json.loads((directory / f"completions_ids_lp1_{name}.json").read_text()) for name in ("t07", "t13")
+    )
+    refused = {**first, "status": 503, "response": {"error": {"message": "busy"}}}
+    path = tmp_path / "log.jsonl"
+    path.write_text("\n".join(json.dumps(line) for line in (first, refused, last)))
+    return path
+
+
+NEUTRAL = ("--top-p", "1", "--top-k", "0", "--min-p", "0", "--repetition-penalty", "1")
+
+
+def test_a_refused_request_is_left_out_of_an_audit_on_request_only(
+    with_a_refusal: Path, tinylm_dir: Path
+) -> None:
+    arguments = ("audit", with_a_refusal, "--model", tinylm_dir, *PROCESSED, *NEUTRAL)
+    result = rlbatch(*arguments)
+    assert result.exit_code == 2
+    assert "line 2: status 503" in result.stdout
+    assert "--skip-refused" in result.stdout
+    result = rlbatch(*arguments, "--skip-refused")
+    assert result.exit_code == 0
+    assert "line 2: status 503" in result.stdout
+    assert result.stdout.splitlines()[-2:] == [
+        "1 recorded requests that the engine refused are left out",
+        "sound: every token that was compared lines up",
+    ]
+    document = json.loads(rlbatch(*arguments, "--skip-refused", "--format", "json").stdout)
+    assert document["total"]["num_samples"] == 2
+    assert [found["code"] for found in document["findings"]] == ["reply-error-body"]
+
+
 @pytest.mark.parametrize("as_json", [False, True])
 def test_a_model_that_is_not_there_is_an_error_on_stderr(
     rollouts: Path, tmp_path: Path, as_json: bool
@@ -264,12 +300,39 @@ def test_a_row_that_became_no_sample_keeps_all_from_being_written(tmp_path: Path
     assert not (tmp_path / "shards").exists()
 
 
+def test_refused_requests_are_counted_where_the_rest_is_converted(
+    with_a_refusal: Path, tmp_path: Path
+) -> None:
+    arguments = ("convert", with_a_refusal, "--out", tmp_path / "shards", *PROCESSED, *NEUTRAL)
+    assert rlbatch(*arguments).exit_code == 2
+    assert not (tmp_path / "shards").exists()
+    result = rlbatch(*arguments, "--skip-refused")
+    assert (result.exit_code, result.stderr) == (0, "warnings: 1 reply-error-body\n")
+    names = [sample.trajectory_id for sample in open_reader(tmp_path / "shards")]
+    assert names == ["log:1#0", "log:3#0"]
+
+
 def test_what_cannot_be_compared_is_converted_with_a_warning(rollouts: Path, tmp_path: Path) -> None:
     path = rollouts / "fp32_processed__t1_topp08.json"
     result = rlbatch("convert", path, "--out", tmp_path / "shards", *ELSEWHERE)
     assert result.exit_code == 0
     assert result.stderr == "warnings: 32 incomparable\n"
     assert len(open_reader(tmp_path / "shards")) == 32
+
+
+def test_what_a_turn_and_its_sample_both_show_is_told_once(tinylm_dir: Path, tmp_path: Path) -> None:
+    row = {
+        "prompt_ids": [1, 9],
+        "ids": [5, 7],
+        "lp": [-1.0, -2.0],
+        "finish_reason": "stop",
+        "stop_reason": None,
+    }
+    path = tmp_path / "r.json"
+    path.write_text(json.dumps({"sampling": {}, "rows": [row]}))
+    result = rlbatch("convert", path, "--out", tmp_path / "shards", "--model", tinylm_dir, *RAW)
+    assert result.exit_code == 2
+    assert result.stderr.count("[finish-mismatch]") == 1
 
 
 def test_shards_are_never_added_to(rollouts: Path, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rlbatch.assemble import to_samples
 from rlbatch.batch import NO_TARGET
 from rlbatch.collate import Padding, collate, unpack
-from rlbatch.errors import RecordError
+from rlbatch.errors import RecordError, SoundnessError
 from rlbatch.records import TOKEN_FIELDS, Origin, SamplingParams, Segment, VersionSpan, identical
 
 NAN = float("nan")
@@ -85,6 +85,21 @@ def test_optional_fields_are_none_where_absent_and_nan_for_samples_without():
     eq(collate([with_ref, b], layout="packed").ref_logprobs, [[NAN, -1.0, -2.0, NAN, NAN, NAN]])
 
 
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_what_has_no_advantage_is_collated_for_an_audit_only(layout):
+    good, forgotten = two_samples()[0], sample([1], [8], [-0.75], trajectory_id="c", advantage=None)
+    origins = [Origin(path="a.safetensors", index=at) for at in (3, 7)]
+    with pytest.raises(SoundnessError, match=r"set Trajectory\.advantage") as caught:
+        collate([good, forgotten], layout=layout, origins=origins)
+    (found,) = caught.value.findings
+    assert (found.code, found.where.path, found.where.sample) == ("advantage-not-finite", "a.safetensors", 7)
+    batch = collate([good, forgotten], layout=layout, purpose="audit")
+    assert batch.advantages[batch.loss_mask].isnan().tolist() == [False, False, True]
+    # What is not trained needs none.
+    untrained = replace(forgotten, loss_mask=np.zeros(2, bool))
+    assert collate([good, untrained], layout=layout).num_loss_tokens == 2
+
+
 def test_an_audit_compares_raw_values_at_temperature_one_and_training_does_not():
     raw = provenance(logprobs_mode="raw", sampling=SamplingParams(temperature=0.5))
     made = [sample([1, 5], [7, 2], [-0.25, -0.5], provenance=raw)]
@@ -104,8 +119,16 @@ def test_an_audit_compares_raw_values_at_temperature_one_and_training_does_not()
 
 def test_a_batch_never_mixes_raw_and_processed_turns():
     raw = provenance(logprobs_mode="raw")
-    with pytest.raises(RecordError, match="one logprobs_mode, found processed and raw"):
-        collate([sample([1], [7], [-1.0]), sample([1], [7], [-1.0], provenance=raw)], layout="packed")
+    made = [sample([1], [7], [-1.0]), sample([1], [7], [-1.0], provenance=raw, trajectory_id="other")]
+    origins = [Origin(path="a.safetensors", index=at) for at in (3, 7)]
+    for stored, place in ((None, "sample 1"), (origins, r"a\.safetensors sample 7")):
+        with pytest.raises(
+            RecordError, match=rf"\[modes-mixed\] {place}, trajectory 'other', turn 0\n"
+        ) as caught:
+            collate(made, layout="packed", origins=stored)
+        (found,) = caught.value.findings
+        assert found.found == "1 turns with processed and 1 turns with raw logprobs"
+        assert "RolloutLoader" in found.fix
 
 
 def test_turns_keep_their_own_segments_even_where_nothing_lies_between():

@@ -21,8 +21,8 @@ from rlbatch.drill.tally import told
 from rlbatch.errors import RecordError, StorageError, Where
 from rlbatch.faults import FAULTS, LAYOUT_FAULTS, MODEL_FAULTS, SET_FAULTS, Scored, shift
 from rlbatch.records import SamplingParams, identical
-from rlbatch.scoring import load_model, model_vocab_size, trainer_logprobs
-from rlbatch.storage import write_shard
+from rlbatch.scoring import load_model, model_identity, model_vocab_size, trainer_logprobs
+from rlbatch.storage import open_reader, write_shard
 from rlbatch.storage.statements import Statement
 
 
@@ -71,15 +71,65 @@ def test_rows_that_cannot_be_trained_on_are_refused(tmp_path):
     raw = provenance(logprobs_mode="raw", sampling=SamplingParams(temperature=0.7))
     rows = [sample([1, 5], [7] * 20, [-1.0] * 20, provenance=raw, trajectory_id=f"t{i}") for i in range(3)]
     write_shard(tmp_path / "raw.safetensors", rows)
-    with pytest.raises(StorageError, match="0 of 3, 0 of them trainable") as caught:
+    says = "0 of 3; 3 with raw logprobs of tokens sampled with temperature 0.7\n"
+    with pytest.raises(StorageError, match=says) as caught:
         load_pool([tmp_path], Statement(), max_samples=9, rng=np.random.default_rng(0))
     assert caught.value.code == "nothing-trained"
 
 
-def test_rows_that_are_too_certain_are_refused():
-    rows = [sample([1, 5], [7] * 20, [-0.01] * 20, trajectory_id=f"t{i}") for i in range(3)]
-    with pytest.raises(StorageError, match="0 of 3, 3 of them trainable"):
-        pool_of(rows, where=Where(), num_read=3)
+def test_one_row_that_can_be_trained_on_is_too_few(tmp_path):
+    kept = sample([1, 5], [7] * 20, [-1.0] * 20)
+    write_shard(
+        tmp_path / "one.safetensors", [kept, replace(kept, sample_id="u", loss_mask=np.zeros(22, bool))]
+    )
+    with pytest.raises(StorageError, match="1 of 2; 1 without a trained token\n"):
+        load_pool([tmp_path], Statement(), max_samples=9, rng=np.random.default_rng(0))
+
+
+@pytest.mark.parametrize("num_long", [0, 1])
+def test_rows_that_are_short_or_certain_take_the_faults_that_show_in_them(num_long):
+    certain = [sample([1, 5], [7] * 20, [-0.01] * 20, trajectory_id=f"t{i}") for i in range(3)]
+    long = [sample([1, 5], [7] * 20, [-1.0] * 20, trajectory_id=f"l{i}") for i in range(num_long)]
+    pool = pool_of([*certain, *long], where=Where())
+    assert (pool.able, pool.alike) == ((), ())
+    assert len(pool.any_length) == 3 + num_long
+
+
+def test_short_rollouts_are_drilled_as_far_as_they_go_and_the_rest_is_explained(
+    tmp_path, tinylm_dir, data_dir
+):
+    # Rows of eight tokens at most: sixteen that are no near-certainties are in none.
+    recorded = json.loads((data_dir / "rollouts" / "fp32_raw__t1.json").read_text())
+    rows = [
+        {**row, "ids": row["ids"][:8], "lp": row["lp"][:8], "finish_reason": "length", "text": None}
+        for row in recorded["rows"]
+        if len(row["ids"]) > 8
+    ]
+    path = tmp_path / "short.json"
+    path.write_text(json.dumps({"sampling": recorded["sampling"], "rows": rows}))
+    flags = ("--engine", "vllm", "--logprobs-mode", "raw", "--quick")
+    result = rlbatch("drill", path, "--model", tinylm_dir, *flags)
+    assert "not tried, for no rollout of these could carry it: " in result.stdout
+    assert f"of {len(rows)} rollouts fewer than two have 16 tokens below -0.1 nats" in result.stdout
+    named = {line.split()[0] for line in result.stdout.splitlines() if line}
+    assert {"logprob-missing", "duplicate-sample", "positions-count-padding"} <= named
+    assert result.stdout.splitlines()[-1].endswith("faults were not tried")
+    assert result.exit_code == 0
+
+
+def test_rows_are_drilled_with_what_the_model_says_of_bos_and_eos(rollouts, model, tinylm_dir):
+    # The shipped shards are older than the field: none says a BOS.
+    assert {how.bos_token_id for how in open_reader(rollouts).provenances} == {None}
+    identity = model_identity(tinylm_dir, model)
+    drawn = load_pool([rollouts], Statement(), max_samples=9, rng=np.random.default_rng(0), identity=identity)
+    assert {how.bos_token_id for each in drawn.samples for how in each.provenances} == {1}
+
+
+def test_rows_without_advantages_are_drilled_with_none_in_them_and_the_originals_stay():
+    rows = [sample([1, 5], [7] * 20, [-1.0] * 20, trajectory_id=f"t{i}", advantage=None) for i in range(2)]
+    pool = pool_of(rows, where=Where())
+    assert all(not each.advantages.any() for each in pool.able)
+    assert all(np.isnan(each.advantages[2:]).all() for each in rows)
 
 
 # -- scores and noise --------------------------------------------------------------------------------------

@@ -2,12 +2,13 @@
 
 import copy
 import pickle
+from collections import Counter
 from itertools import islice
 
 import pytest
 import torch
 from loader_cases import each_once, names_in, numbered, numbered_samples, same_bits, write_store
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from rlbatch.collate import collate
 from rlbatch.errors import RecordError, SoundnessError
@@ -36,6 +37,22 @@ def test_the_collator_checks_and_collates_and_pickles(store):
         collator([numbered(1, advantage=float("nan"))])
     with pytest.raises(SoundnessError, match="token-out-of-range"):
         Collator(layout="packed", vocab_size=3)(SAMPLES[:3])
+
+
+def test_a_shuffled_store_of_several_modes_is_refused_with_what_to_do_and_that_works(tinylm_dir):
+    # Two of its shards have raw logprobs, two processed ones.
+    reader = open_reader(tinylm_dir.parent / "rollouts")
+    how = {"batch_size": 8, "collate_fn": Collator(layout="padded")}
+    with pytest.raises(RecordError, match=r"^\[modes-mixed\] sample \d, trajectory .*\n(.*\n)*.*Subset"):
+        list(DataLoader(reader, shuffle=True, generator=torch.Generator().manual_seed(0), **how))
+    raw = [at for at, sample in enumerate(reader) if sample.logprobs_modes == {"raw"}]
+    batches = list(DataLoader(Subset(reader, raw), shuffle=True, **how))
+    assert Counter(names_in_rows(batches)) == Counter(reader[at].trajectory_id for at in raw)
+    assert len(raw) == 38
+
+
+def names_in_rows(batches):
+    return [ref.trajectory_id for batch in batches for ref in batch.refs]
 
 
 def test_a_data_loader_takes_the_loader_as_it_is(store):

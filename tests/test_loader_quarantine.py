@@ -205,6 +205,18 @@ def contents(directory):
     return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
+def test_a_store_without_advantages_is_audited_and_not_trained(tmp_path):
+    samples = [numbered(0), numbered(1, advantage=None), numbered(2)]
+    store = write_store(tmp_path / "store", samples)
+    audited = RolloutLoader(store, layout="packed", max_tokens=64, checks=Checks(purpose="audit"))
+    assert each_once(list(audited), samples)
+    with pytest.raises(SoundnessError, match=r"set Trajectory\.advantage") as caught:
+        list(RolloutLoader(store, layout="packed", max_tokens=64))
+    assert [(found.code, found.where.sample) for found in caught.value.findings] == [
+        ("advantage-not-finite", 1)
+    ]
+
+
 def test_a_second_pass_finds_its_quarantine_written_and_another_run_writes_beside_it(spoilt, tmp_path):
     store, _ = spoilt
     aside = tmp_path / "aside"

@@ -383,6 +383,86 @@ def test_lines_of_jsonl_are_documents_of_either_kind(tmp_path: Path, data_dir: P
     assert shares[-1] == 1.0
 
 
+def refused_lines(data_dir: Path, path: Path) -> Path:
+    """A reply, a request that the engine refused, one that a gateway refused, and a reply."""
+    reply = json.loads((data_dir / "replies" / "fp32_raw" / "completions_n2_t1.json").read_text())
+    body = {"error": {"message": "secret", "type": "RateLimit", "code": 429}}
+    refused = {**reply, "status": 429, "response": body}
+    gateway = {**refused, "status": 502, "response_text": "<html>"}
+    del gateway["response"]
+    return write(path, reply, refused, gateway, reply)
+
+
+def test_a_request_that_the_engine_refused_is_named_by_its_line(tmp_path: Path, data_dir: Path) -> None:
+    path = refused_lines(data_dir, tmp_path / "r.jsonl")
+    with pytest.raises(ReplyError) as caught:
+        list(read_recording(path, FULL_COLD))
+    (found,) = caught.value.findings
+    assert (found.code, found.severity, found.where.path) == ("reply-error-body", "error", str(path))
+    assert found.found == "line 2: status 429, an error body (`error`): type RateLimit, code 429"
+    assert "--skip-refused" in found.fix
+    assert "secret" not in str(caught.value)
+
+
+def test_refused_requests_are_skipped_where_that_is_asked_for_and_each_is_told(
+    tmp_path: Path, data_dir: Path
+) -> None:
+    path = refused_lines(data_dir, tmp_path / "r.jsonl")
+    rows = list(read_recording(path, FULL_COLD, skip_refused=True))
+    # Two choices a reply; what was left out keeps its number.
+    assert [(row.index, row.sample is not None) for row in rows] == [
+        (0, True), (1, True), (2, False), (3, False), (4, True), (5, True)
+    ]  # fmt: skip
+    told = [found for row in rows for found in row.findings]
+    assert [(found.code, found.severity, found.where.sample) for found in told] == [
+        ("reply-error-body", "warning", 2),
+        ("reply-error-body", "warning", 3),
+    ]
+    assert told[1].found == "line 3: status 502"
+
+
+def test_a_file_of_refused_requests_only_is_unusable(tmp_path: Path, data_dir: Path) -> None:
+    lines = refused_lines(data_dir, tmp_path / "r.jsonl").read_text().splitlines()
+    path = tmp_path / "none.jsonl"
+    path.write_text("\n".join(lines[1:3]))
+    with pytest.raises(StorageError, match="2 requests, all refused by the engine"):
+        list(read_recording(path, FULL_COLD, skip_refused=True))
+
+
+def test_an_error_body_without_a_status_is_a_refused_request_too(tmp_path: Path, data_dir: Path) -> None:
+    path = refused_lines(data_dir, tmp_path / "r.jsonl")
+    lines = [json.loads(line) for line in path.read_text().splitlines()[:2]]
+    del lines[1]["status"]
+    rows = list(read_recording(write(path, *lines), FULL_COLD, skip_refused=True))
+    assert [row.sample is not None for row in rows] == [True, True, False]
+
+
+def test_lines_may_each_say_how_they_were_sampled(tmp_path: Path, data_dir: Path) -> None:
+    """A flag speaks for the lines that are silent: the first says top_p 0.8, the second leaves it open."""
+    names = ("completions_ids_lp1_t07_topp08", "completions_ids_lp1_t13")
+    replies = [
+        json.loads((data_dir / "replies/fp32_processed" / f"{name}.json").read_text()) for name in names
+    ]
+    statement = replace(FULL_COLD, logprobs_mode="processed")
+    rows = read_recording(write(tmp_path / "r.jsonl", *replies), statement)
+    said = [row.sample.provenances[0].sampling for row in rows if row.sample is not None]
+    assert [(each.temperature, each.top_p) for each in said] == [(0.7, 0.8), (1.3, 1.0)]
+
+
+def test_a_flag_that_no_line_needs_and_one_denies_is_refused_with_the_line(
+    tmp_path: Path, data_dir: Path
+) -> None:
+    names = ("completions_ids_lp1_t07", "completions_ids_lp1_t13")
+    replies = [
+        json.loads((data_dir / "replies/fp32_processed" / f"{name}.json").read_text()) for name in names
+    ]
+    statement = replace(FULL, logprobs_mode="processed", temperature=0.7)
+    with pytest.raises(ReplyError) as caught:
+        list(read_recording(write(tmp_path / "r.jsonl", *replies), statement))
+    (found,) = caught.value.findings
+    assert (found.code, found.found) == ("statement-contradicted", "line 2: --temperature 0.7")
+
+
 def test_a_line_that_is_not_json_is_named_by_its_number(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     path.write_text(f"{json.dumps(TWO_ROWS)}\n\n{{oops\n")

@@ -199,7 +199,7 @@ def test_a_trajectory_has_no_more_turns_than_a_sample_counts():
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"advantage": None}, "advantage: expected float, found None"),
+        ({"advantage": "1"}, "advantage: expected float, found '1'"),
         ({"advantage": 1e40}, "advantage: expected a number that float32 holds"),
         ({"reward": 10**400}, "reward: expected a number that a float holds"),
         ({"group_id": 3}, "group_id: expected text or None"),

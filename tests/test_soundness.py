@@ -110,6 +110,24 @@ def test_places_are_tokens_of_the_sample():
     assert findings["logprob-not-finite"].where.start == 2
 
 
+def test_a_sample_without_an_advantage_is_not_trained_and_the_error_says_how_to_set_it():
+    forgotten = sample([1, 5], [7, 2], [-0.25, -0.5], trajectory_id="t1", advantage=None)
+    with pytest.raises(SoundnessError) as caught:
+        require_sound([one(), forgotten])
+    (found,) = caught.value.findings
+    assert (found.code, found.where.sample, found.where.trajectory) == ("advantage-not-finite", 1, "t1")
+    assert (found.where.start, found.where.stop) == (2, 4)
+    assert "set Trajectory.advantage" in found.fix
+    assert codes(check_sound([forgotten], purpose="train-truncated")) == ["advantage-not-finite"]
+
+
+def test_an_audit_takes_rollouts_without_advantages_and_refuses_infinite_ones():
+    forgotten = sample([1, 5], [7, 2], [-0.25, -0.5], advantage=None)
+    assert check_sound([forgotten], purpose="audit") == ()
+    infinite = sample([1, 5], [7, 2], [-0.25, -0.5], advantage=float("inf"))
+    assert codes(check_sound([forgotten, infinite], purpose="audit")) == ["advantage-not-finite"]
+
+
 OTHERS = ["teacher_logprobs", "ref_logprobs", "proximal_logprobs"]
 
 

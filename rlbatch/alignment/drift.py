@@ -152,6 +152,25 @@ def drift_findings(by_age: Mapping[int, Sums], limits: Limits) -> Iterator[Findi
         yield stale
 
 
+def too_few(by_age: Mapping[int, Sums], limits: Limits) -> Iterator[Finding]:
+    """`too-few-to-judge`, of the age with the fewest tokens: it alone is enough to leave all open."""
+    open_ages = {
+        age: sums
+        for age, sums in by_age.items()
+        if sums.num_tokens < limits.min_tokens and not sums.all_clean
+    }
+    if not open_ages:
+        return
+    age, sums = min(open_ages.items(), key=lambda item: item[1].num_tokens)
+    yield finding(
+        "too-few-to-judge",
+        expected=f"of each version at least {limits.min_tokens} compared tokens, or a mean |log_ratio| under "
+        f"{CLEAN_MEAN} nats in every turn",
+        found=f"{int(sums.num_tokens)} tokens of {age_text(age)}, "
+        f"inference KLD {sums.mean(sums.sum_k3):.3g}, |log_ratio| up to {sums.max_abs_log_ratio:.3g} nats",
+    )
+
+
 def stale_finding(by_age: Mapping[int, Sums], limits: Limits) -> Finding | None:
     """`stale`, where the capped KLD rises with the age of the data while current tokens are clean."""
     old = {age: sums for age, sums in by_age.items() if age > 0 and sums.num_tokens}

@@ -5,7 +5,7 @@ between forward and backward, or deferred until just before `optimizer.step()`.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Integral
 from typing import overload
 
@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlbatch.alignment.agreement import Occasion, agree
-from rlbatch.alignment.judge import Judge, Verdict
+from rlbatch.alignment.drift import too_few
+from rlbatch.alignment.judge import REASONS, Judge, Verdict
 from rlbatch.alignment.limits import Limits
 from rlbatch.alignment.logits import LogitsFor
 from rlbatch.alignment.measure import Measured, measure
@@ -230,7 +231,11 @@ def _measured(batch: object, trainer_logprobs: object) -> list[Measured]:
         raise RecordError(
             f"require_aligned: expected logprobs for each batch, found {len(batches)} batches and {found}"
         )
-    return [measure(item, values) for item, values in zip(batches, logprobs, strict=True)]
+    numbers = range(len(batches)) if len(batches) > 1 else [None]
+    return [
+        measure(item, values, number=number)
+        for item, values, number in zip(batches, logprobs, numbers, strict=True)
+    ]
 
 
 def _together(judge: Judge, group: "dist.ProcessGroup | None", occasion: Occasion) -> Verdict:
@@ -239,7 +244,12 @@ def _together(judge: Judge, group: "dist.ProcessGroup | None", occasion: Occasio
         judge = agree(judge, occasion, group)
     if judge.num_trained == 0 and not any(found.severity == "error" for found in judge.findings):
         judge.findings.append(_nothing_trained(is_error=occasion.is_whole))
-    return judge.verdict()
+    verdict = judge.verdict()
+    told = {found.code for found in verdict.findings}
+    if verdict.judged or verdict.errors or not told.isdisjoint(REASONS):
+        return verdict
+    few = too_few(judge.drift.by_age, judge.limits)
+    return replace(verdict, findings=(*verdict.findings, *few))
 
 
 def _told_by(error: Exception) -> tuple[Finding, ...]:

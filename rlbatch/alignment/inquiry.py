@@ -155,5 +155,5 @@ class Inquiry:
             return told
         means = (total[heard] / count[heard]).tolist()
         at = int(np.flatnonzero(owners == heard[-1])[0])
-        leak = leak_by_index(means, where=place_of(batch, at))
+        leak = leak_by_index(means, where=place_of(batch, at, self.measured.number))
         return told if leak is None else {at: leak}

@@ -22,7 +22,6 @@ from rlbatch.alignment.measure import COLUMN, Measured
 from rlbatch.alignment.pools import Pool
 from rlbatch.alignment.scene import place_of
 from rlbatch.alignment.subtle_limits import LOOK_TURN_TOKENS
-from rlbatch.batch import Batch
 from rlbatch.catalogue import finding
 from rlbatch.errors import Finding, Where
 from rlbatch.records import Provenance
@@ -97,7 +96,9 @@ class Judge:
         explained[[*errors, *looked]] = True
         refused = ~comparable & (table[:, COLUMN["count"]] > 0)
         self.all_comparable &= not refused.any()
-        self.findings += [_incomparable(batch, int(index)) for index in np.flatnonzero(refused & ~explained)]
+        self.findings += [
+            _incomparable(measured, int(index)) for index in np.flatnonzero(refused & ~explained)
+        ]
         kept = comparable & ~explained
         tails = kept & (table[:, COLUMN["max_abs_log_ratio"]] > self.limits.ratio_tail)
         for at in np.flatnonzero(tails).tolist():
@@ -160,7 +161,7 @@ class Judge:
         self.num_trained += trained
         outside = trained - int(table[:, COLUMN["count"]].sum())
         if outside:
-            self.findings.append(_outside(measured.batch, outside))
+            self.findings.append(_outside(measured, outside))
 
     def _pool_of(self, provenance: Provenance) -> Pool:
         return self.pools.setdefault(provenance, Pool())
@@ -216,24 +217,29 @@ def _of_first_sequence(inquiry: Inquiry, exhibits: Sequence[Exhibit]) -> list[Ex
 DOUBTS = ("unexplained", "kld-high", "prefix-differs")
 """Codes that leave open what is wrong, even as warnings: with one of them nothing is called sound."""
 
+REASONS = (*DOUBTS, "incomparable", "nothing-trained")
+"""Codes that say themselves why something is not judged."""
 
-def _incomparable(batch: Batch, index: int) -> Finding:
+
+def _incomparable(measured: Measured, index: int) -> Finding:
+    batch = measured.batch
     provenance = batch.provenances[index]
     greedy = batch.purpose != "audit" and provenance.sampling.greedy
     return finding(
         "greedy-sampled" if greedy else "incomparable",
         severity="warning" if batch.purpose == "audit" else "error",
-        where=place_of(batch, index),
+        where=place_of(batch, index, measured.number),
         expected="logprobs that the trainer can compute from its logits and a temperature alone",
         found=f"{provenance.logprobs_mode} logprobs of tokens sampled with {in_force(provenance)}",
     )
 
 
-def _outside(batch: Batch, num_tokens: int) -> Finding:
+def _outside(measured: Measured, num_tokens: int) -> Finding:
+    batch = measured.batch
     ref = batch.refs[0]
     return finding(
         "mask-without-logprob",
-        where=Where(path=ref.path) if ref.path else None,
+        where=Where(batch=measured.number, path=ref.path),
         expected="loss_mask True inside segments of sampled tokens only",
         found=f"{num_tokens} trained positions outside of them, in a batch of {len(batch.refs)} sequences",
     )

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rlbatch.batch import Batch
 from rlbatch.catalogue import finding
-from rlbatch.errors import AlignmentError
+from rlbatch.errors import AlignmentError, Where
 from rlbatch.records import Provenance
 from rlbatch_kernels import STAT_COLUMNS, PolicyRatio, alignment_stats, policy_ratio
 
@@ -27,6 +27,8 @@ class Measured:
     """What one batch says, before anybody judges it. Ratios are computed when they are first asked for."""
 
     batch: Batch
+    number: int | None
+    """Which micro-batch of its step it is; None where it is the only one."""
     trainer_logprobs: Tensor
     """[B, T] float32 or float64, detached."""
     _attached: Tensor
@@ -66,6 +68,7 @@ class Measured:
             raise AlignmentError.of(
                 finding(
                     "batch-mismatch",
+                    where=Where(batch=self.number),
                     expected="ratios of the values that were judged",
                     found="trainer logprobs, inference_logprobs or loss_mask changed in place since",
                     fix="read .ratio, .log_ratio, .inference_kld and .compared first, or change a clone",
@@ -99,23 +102,25 @@ class Measured:
         return tuple((provenance, owner == key) for provenance, key in keys.items())
 
 
-def measure(batch: Batch, trainer_logprobs: Tensor) -> Measured:
+def measure(batch: Batch, trainer_logprobs: Tensor, *, number: int | None = None) -> Measured:
     """Ratios and statistics of one batch.
 
     Args:
         batch: on the device of the logprobs.
         trainer_logprobs: [B, T] float32 or float64, nats, of `batch.target_ids`.
+        number: which micro-batch of its step it is, for findings; None where it is the only one.
 
     Raises:
         AlignmentError: `batch-mismatch`, where the logprobs cannot be those of this batch, or its own are of
             no dtype that can be compared.
     """
-    _check(batch, trainer_logprobs)
+    _check(batch, trainer_logprobs, number)
     detached = trainer_logprobs.detach()
     table = alignment_stats(detached, batch.inference_logprobs, batch.loss_mask, _on_host(batch))
     on_host, num_trained, copied = _to_host(table, torch.count_nonzero(batch.loss_mask))
     return Measured(
         batch=batch,
+        number=number,
         trainer_logprobs=detached,
         _attached=trainer_logprobs,
         _is_grad_enabled=torch.is_grad_enabled(),
@@ -139,7 +144,7 @@ def _on_host(batch: Batch) -> Tensor:
     return torch.from_numpy(np.array(batch.host_segments, np.int32).reshape(-1, 4))
 
 
-def _check(batch: Batch, trainer_logprobs: object) -> None:
+def _check(batch: Batch, trainer_logprobs: object, number: int | None) -> None:
     shape, device = list(batch.shape), batch.loss_mask.device
     expected = (
         ("trainer logprobs", trainer_logprobs, LOGPROB_DTYPES),
@@ -149,17 +154,18 @@ def _check(batch: Batch, trainer_logprobs: object) -> None:
     for name, value, dtypes in expected:
         words = f"{name} {shape} {' or '.join(map(_word, dtypes))} on {device}"
         if not isinstance(value, Tensor):
-            raise _mismatch(words, type(value).__name__)
+            raise _mismatch(words, type(value).__name__, number)
         if list(value.shape) != shape or value.dtype not in dtypes or value.device != device:
-            raise _mismatch(words, f"{list(value.shape)} {_word(value.dtype)} on {value.device}")
+            raise _mismatch(words, f"{list(value.shape)} {_word(value.dtype)} on {value.device}", number)
 
 
 def _word(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _mismatch(expected: str, found: str) -> AlignmentError:
-    return AlignmentError.of(finding("batch-mismatch", expected=expected, found=found))
+def _mismatch(expected: str, found: str, number: int | None) -> AlignmentError:
+    where = Where(batch=number)
+    return AlignmentError.of(finding("batch-mismatch", where=where, expected=expected, found=found))
 
 
 def _to_host(table: Tensor, count: Tensor) -> "tuple[Tensor, Tensor, torch.cuda.Event | None]":

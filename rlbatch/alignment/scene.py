@@ -26,6 +26,8 @@ class Scene:
     """The values of one batch, [B, T] each, and what is usual among its segments."""
 
     batch: Batch
+    number: int | None
+    """Which micro-batch of its step it is; None where it is the only one."""
     trainer: NDArray[np.float64]
     inference: NDArray[np.float64]
     loss_mask: NDArray[np.bool_]
@@ -44,6 +46,7 @@ class Scene:
         batch = measured.batch
         return cls(
             batch=batch,
+            number=measured.number,
             trainer=measured.trainer_logprobs.double().cpu().numpy(),
             inference=batch.inference_logprobs.double().cpu().numpy(),
             loss_mask=batch.loss_mask.cpu().numpy(),
@@ -59,7 +62,7 @@ class Scene:
         """What there is on one segment."""
         segment = self.batch.host_segments[index]
         here = (segment.row, slice(segment.start, segment.stop))
-        place = place_of(self.batch, index)
+        place = place_of(self.batch, index, self.number)
         asking, provenance = None, self.batch.provenances[index]
         # What is predicted from logits is predicted over the whole softmax, which these values are not of.
         if self.logits_for is not None and not provenance.renormalised(self.batch.purpose):
@@ -112,12 +115,13 @@ def usual_mean(table: NDArray[np.float64], kept: NDArray[np.bool_]) -> float | N
     return float(np.median(table[heard, COLUMN["sum_abs_log_ratio"]] / count[heard]))
 
 
-def place_of(batch: Batch, index: int) -> Where:
-    """Where a segment is, in its sample's own tokens."""
+def place_of(batch: Batch, index: int, number: int | None) -> Where:
+    """Where a segment is, in its sample's own tokens, and which micro-batch of its step that is in."""
     segment = batch.host_segments[index]
     ref: SampleRef = batch.ref_of(segment)
     start, stop = batch.tokens_of(segment)
     return Where(
+        batch=number,
         path=ref.path,
         sample=ref.index,
         trajectory=ref.trajectory_id,

@@ -25,10 +25,11 @@ ENTRIES = (
         code="too-few-to-judge",
         level="drift",
         severity="warning",
-        symptom="An audit cannot tell noise from a fault: few tokens, which do not agree closely.",
+        symptom="Noise cannot be told from a fault: few tokens, which do not agree closely.",
         check="Fewer than min_tokens compared tokens of one version, and segments that are not clean.",
-        likely="a small file; or logprobs_mode or temperature stated wrongly, which looks just like this",
-        fix="give more rollouts of the same weights, and check --logprobs-mode and --temperature",
+        likely="few rollouts; or logprobs_mode or temperature stated wrongly, which looks just like this",
+        fix="judge all batches of a step together, and give logits_for: without it a forgotten temperature "
+        "cannot be told in so little data",
     ),
     Entry(
         code="ratio-tail",

@@ -98,10 +98,12 @@ ENTRIES = (
         code="advantage-not-finite",
         level="sound",
         severity="error",
-        symptom="The advantage of a trained token is NaN or infinite.",
-        check="Advantages at trained tokens.",
-        likely="a group of one, or of equal rewards, divided by its standard deviation",
-        fix="mend what computes advantages; a group without spread has advantage 0",
+        symptom="The advantage of a trained token is missing (NaN) or infinite.",
+        check="Advantages at trained tokens; in an audit a missing one is no fault.",
+        likely="Trajectory.advantage was not set; or a group of one, or of equal rewards, divided by its "
+        "standard deviation",
+        fix="set Trajectory.advantage, or Sample.advantages of what is stored, to a finite number: 0 for a "
+        'group without spread. Where nothing is trained, say purpose="audit"',
     ),
     Entry(
         code="temperature-contradicted",
@@ -116,8 +118,8 @@ ENTRIES = (
         code="modes-mixed",
         level="sound",
         severity="error",
-        symptom="One sample has turns with raw and turns with processed logprobs.",
-        check="logprobs_mode of the provenances of its turns.",
+        symptom="One sample, or one batch, has turns with raw and turns with processed logprobs.",
+        check="logprobs_mode of the provenances of the turns.",
         likely="the turns came from servers that were started differently",
         fix="serve all turns of a rollout with --logprobs-mode processed_logprobs",
     ),

@@ -56,6 +56,15 @@ Paths = Annotated[
 ]
 
 
+SkipRefused = Annotated[
+    bool,
+    typer.Option(
+        "--skip-refused",
+        help="Leave out recorded requests that the engine refused (HTTP errors); count them.",
+    ),
+]
+
+
 def main() -> None:
     """The `rlbatch` program."""
     try:
@@ -86,6 +95,7 @@ def audit(
             help="policy_version of the model's weights. Without it they are taken for those that sampled.",
         ),
     ] = None,
+    skip_refused: SkipRefused = False,
 ) -> None:
     """Say whether engine and trainer agree on stored rollouts.
 
@@ -101,7 +111,12 @@ def audit(
         from rlbatch.audit import audit as audit_files
 
         scorer = load_scorer(model, device=device, dtype=getattr(torch, dtype))
-        options = AuditOptions(statement=statement, max_tokens=max_tokens, trainer_version=trainer_version)
+        options = AuditOptions(
+            statement=statement,
+            max_tokens=max_tokens,
+            trainer_version=trainer_version,
+            skip_refused=skip_refused,
+        )
         report = audit_files(paths, scorer, options, on_progress=progress)
     show(report, as_json=as_json)
     raise typer.Exit(report.exit_code)
@@ -120,6 +135,7 @@ def convert(
             help="Directory of the model that sampled: its vocabulary, BOS, EOS and tokenizer are stored.",
         ),
     ] = None,
+    skip_refused: SkipRefused = False,
 ) -> None:
     """Write recorded rollouts as shards, all or none.
 
@@ -128,7 +144,8 @@ def convert(
     from rlbatch.cli.convert import convert as write
 
     with _errors_told():
-        done = write(paths, out, statement=statement, identity=None if model is None else _identity(model))
+        identity = None if model is None else _identity(model)
+        done = write(paths, out, statement=statement, identity=identity, skip_refused=skip_refused)
     counts = Counter(found.code for found in done.warnings)
     if counts:
         typer.echo("warnings: " + ", ".join(f"{count} {code}" for code, count in counts.items()), err=True)

@@ -28,7 +28,12 @@ class Converted:
 
 
 def convert(
-    paths: Sequence[Path], out: Path, *, statement: Statement, identity: ModelIdentity | None
+    paths: Sequence[Path],
+    out: Path,
+    *,
+    statement: Statement,
+    identity: ModelIdentity | None,
+    skip_refused: bool = False,
 ) -> Converted:
     """Write the samples of all files to shards in `out`, in order.
 
@@ -37,22 +42,29 @@ def convert(
         out: a directory without shards; made where it is missing, once everything is checked.
         statement: what recorded JSON cannot say.
         identity: the model that sampled; ids are checked against its vocabulary.
+        skip_refused: recorded requests that the engine refused are warnings.
 
     Raises:
         SoundnessError: a sample has a fault; those of the first file with any.
         StorageError, ReplyError: a file cannot be used, or `out` cannot be written to.
     """
     files = [file for path in paths for file in files_of(path)]
+
+    def rows_of(file: Path) -> Iterator[Row]:
+        return read_rows(file, statement, identity=identity, skip_refused=skip_refused)
+
     _require_distinct_names(files)
     warnings: list[Finding] = []
     for file in files:
-        warnings += _checked(file, statement, identity)
+        warnings += _checked(rows_of(file), file, identity)
     num_samples = num_tokens = 0
     with open_writer(out) as writer:
         for file in files:
-            for row in read_rows(file, statement, identity=identity):
+            for row in rows_of(file):
                 if row.sample is None:
-                    raise SoundnessError.of(*row.findings)
+                    # Of an entry that is left out on request, and was told of.
+                    _require_no_errors(row.findings)
+                    continue
                 writer.append(row.sample)
                 num_samples += 1
                 num_tokens += len(row.sample)
@@ -61,32 +73,34 @@ def convert(
     )
 
 
-def _checked(file: Path, statement: Statement, identity: ModelIdentity | None) -> list[Finding]:
+def _checked(rows: Iterator[Row], file: Path, identity: ModelIdentity | None) -> list[Finding]:
     """The warnings about one file.
 
     Raises:
         SoundnessError: it has errors; all of them.
     """
-    findings = [
-        found
-        for row in read_rows(file, statement, identity=identity)
-        for found in _findings(row, file, identity)
-    ]
+    findings = [found for row in rows for found in _findings(row, file, identity)]
+    _require_no_errors(findings)
+    return findings
+
+
+def _require_no_errors(findings: Sequence[Finding]) -> None:
     errors = [found for found in findings if found.severity == "error"]
     if errors:
         raise SoundnessError.of(*errors)
-    return findings
 
 
 def _findings(row: Row, file: Path, identity: ModelIdentity | None) -> Iterator[Finding]:
     yield from row.findings
     if row.sample is not None:
-        yield from check_sound(
+        found = check_sound(
             [row.sample],
             purpose="audit",
             vocab_size=None if identity is None else identity.vocab_size,
             origins=[Origin(path=str(file), index=row.index)],
         )
+        # What a turn shows, such as its end, its sample shows again.
+        yield from (each for each in found if each not in row.findings)
 
 
 def _require_distinct_names(files: Sequence[Path]) -> None:

@@ -10,9 +10,10 @@ from rich.table import Table
 
 from rlbatch.cli.output import PLAIN_WIDTH
 from rlbatch.drill import DrillOptions, Noise, Scores, Tally, load_pool, run_drill
+from rlbatch.drill.pool import INFORMATIVE_BELOW, MIN_INFORMATIVE
 from rlbatch.drill.run import OnProgress
 from rlbatch.drill.tally import MISSED, UNEXPLAINED
-from rlbatch.scoring import load_model, model_vocab_size
+from rlbatch.scoring import load_model, model_identity, model_vocab_size
 from rlbatch.storage.statements import Statement
 
 QUICK_CASES, QUICK_SAMPLES = 2, 256
@@ -47,9 +48,12 @@ def drill(
         statement,
         max_samples=QUICK_SAMPLES if quick else SAMPLES,
         rng=np.random.default_rng(seed),
+        identity=model_identity(model, loaded),
         on_progress=lambda share: on_progress(READING_SHARE * share),
     )
-    scores = Scores(loaded, vocab_size=model_vocab_size(loaded), noise=noise, calibrate_on=pool.able)
+    scores = Scores(
+        loaded, vocab_size=model_vocab_size(loaded), noise=noise, calibrate_on=pool.able or pool.samples
+    )
     return run_drill(
         pool,
         scores,
@@ -70,7 +74,7 @@ def show_drill(tally: Tally, *, as_json: bool) -> None:
     if tally.no_place:
         typer.echo(
             f"\nnot tried, for no rollout of these could carry it: {', '.join(tally.no_place)}\n"
-            "(too short, too certain, or all of one length: drill with more rollouts)"
+            f"({_why_not_tried(tally)})"
         )
     typer.echo(
         f"\n{tally.planted} faults planted: {tally.named} named, {tally.wrong} named wrongly, "
@@ -95,9 +99,19 @@ def _table(tally: Tally) -> Table:
     return table
 
 
+def _why_not_tried(tally: Tally) -> str:
+    if tally.num_able:
+        return "too short, too certain, or all of one length: drill with more rollouts"
+    return (
+        f"of {tally.num_rows} rollouts fewer than two have {MIN_INFORMATIVE} tokens below "
+        f"{INFORMATIVE_BELOW:g} nats, which these faults take to be seen: drill with longer rollouts"
+    )
+
+
 def _closing(tally: Tally) -> str:
     if tally.passed:
-        return "passed: nothing was missed or misnamed, and nothing was said of clean rows"
+        rest = f"; {len(tally.no_place)} faults were not tried" if tally.no_place else ""
+        return f"passed: nothing was missed or misnamed, and nothing was said of clean rows{rest}"
     if not tally.planted:
         return "failed: these rollouts offer no place for any fault, so nothing was shown"
     if tally.false_alarms:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from rlbatch.batch import Allocate, Batch, Layout, MediaTensor, SampleRef
 from rlbatch.batch.buffer import Slot, fresh, place_slots
@@ -19,10 +20,11 @@ from rlbatch.collate.columns import Column, columns_of, write_attention_mask, wr
 from rlbatch.collate.media import MediaColumn, media_of
 from rlbatch.collate.place import Padding, Place
 from rlbatch.collate.segments import Parts
-from rlbatch.errors import RecordError
+from rlbatch.errors import RecordError, SoundnessError
 from rlbatch.packing import StepInfo
 from rlbatch.records import PURPOSES, Origin, Purpose, Sample, check_samples, origins_of
 from rlbatch.records.structure import check_choice
+from rlbatch.soundness import check_sound
 
 DEFAULT_PADDING = Padding()
 
@@ -49,10 +51,12 @@ def collate(
             likes. What it holds does not matter: every byte of every field is written.
 
     Raises:
-        RecordError: no samples, or what is none; origins of another number; turns with raw and with
-            processed logprobs mixed; media in a packed batch, or of several shapes; routed experts of other
-            numbers of layers or experts a token; a word that is no layout or purpose; memory that cannot hold
-            the batch.
+        SoundnessError: advantage-not-finite, unless for an audit: the one value that is looked at here, since
+            no later gate reads it.
+        RecordError: no samples, or what is none; origins of another number; modes-mixed, turns with raw
+            and with processed logprobs; media in a packed batch, or of several shapes; routed experts of
+            other numbers of layers or experts a token; a word that is no layout or purpose; memory that
+            cannot hold the batch.
 
     Example:
         token_ids [1, 5, 7, 2] with 7, 2 sampled at -0.1, -0.2:
@@ -67,10 +71,12 @@ def collate(
     if purpose == "audit":
         samples = [for_audit(sample) for sample in samples]
     place = Place.of([len(sample) for sample in samples], layout, padding)
-    parts = Parts.of(samples, place)
+    parts = Parts.of(samples, place, origins)
     media = media_of(samples, layout)
     columns = columns_of(samples, padding.token_id)
     tensors = _tensors(columns, media, place, parts, allocate)
+    if purpose != "audit":
+        _require_advantages(samples, tensors["advantages"], purpose, origins)
     num_loss_tokens = tuple([sample.num_loss_tokens for sample in samples])
     return Batch(
         **tensors,
@@ -92,6 +98,29 @@ def collate(
         num_trajectories=sum(sample.sibling == 0 for sample in samples),
         step=step,
     )
+
+
+def _require_advantages(
+    samples: Sequence[Sample], values: Tensor, purpose: Purpose, origins: Sequence[Origin] | None
+) -> None:
+    """Refuse a trained token whose advantage is not finite: it would spoil the loss of all others.
+
+    Args:
+        samples: those of the batch.
+        values: [B, T] float32, their advantages in the batch.
+        purpose: of the batch; not `audit`.
+        origins: where they are stored.
+
+    Raises:
+        SoundnessError: advantage-not-finite, for each sample.
+    """
+    # Each is NaN where any value is: almost always two quick looks at one column are all.
+    if np.isfinite(values.numpy().min(initial=0.0)) and np.isfinite(values.numpy().max(initial=0.0)):
+        return
+    findings = check_sound(samples, purpose=purpose, origins=origins)
+    missing = [found for found in findings if found.code == "advantage-not-finite"]
+    if missing:
+        raise SoundnessError.of(*missing)
 
 
 def for_audit(sample: Sample) -> Sample:

@@ -1,14 +1,16 @@
 """The segments of a batch: those of its samples, at the positions that predict their tokens."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rlbatch.catalogue import finding
 from rlbatch.collate.place import Place
-from rlbatch.errors import RecordError
-from rlbatch.records import Provenance, Sample, Segment
+from rlbatch.errors import Finding, RecordError, Where
+from rlbatch.records import Origin, Provenance, Sample, Segment, origins_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,16 +25,15 @@ class Parts:
     """[G]"""
 
     @classmethod
-    def of(cls, samples: Sequence[Sample], place: Place) -> "Parts":
+    def of(cls, samples: Sequence[Sample], place: Place, origins: Sequence[Origin] | None) -> "Parts":
         """The segments of every sample, in the order of the batch.
 
         Raises:
-            RecordError: segments of more than one `logprobs_mode`.
+            RecordError: modes-mixed, segments of more than one `logprobs_mode`.
         """
         provenances = tuple([sample.provenances[part.turn] for sample in samples for part in sample.segments])
-        modes = sorted({provenance.logprobs_mode for provenance in provenances})
-        if len(modes) > 1:
-            raise RecordError(f"collate: expected turns of one logprobs_mode, found {' and '.join(modes)}")
+        if len({provenance.logprobs_mode for provenance in provenances}) > 1:
+            raise RecordError.of(_modes_mixed(samples, origins_of(samples, origins)))
         return cls(
             segments=tuple(
                 [
@@ -50,3 +51,26 @@ class Parts:
         # Numbers in one list: numpy takes long over a list of named tuples.
         flat = np.array([value for segment in self.segments for value in segment], np.int32)
         return flat.reshape(len(self.segments), 4)
+
+
+def _modes_mixed(samples: Sequence[Sample], origins: Sequence[Origin]) -> Finding:
+    """At the first turn whose logprobs are of another kind than those before."""
+    turns = [
+        (sample.provenances[part.turn].logprobs_mode, part, sample, origin)
+        for sample, origin in zip(samples, origins, strict=True)
+        for part in sample.segments
+    ]
+    first = turns[0][0]
+    _, part, sample, origin = next(each for each in turns if each[0] != first)
+    return finding(
+        "modes-mixed",
+        where=Where(path=origin.path, sample=origin.index, trajectory=sample.trajectory_id, turn=part.turn),
+        expected=f"{first} logprobs in the whole batch, as in its first sample",
+        found=" and ".join(
+            f"{count} turns with {mode}" for mode, count in Counter(t[0] for t in turns).items()
+        )
+        + " logprobs",
+        likely="the store has rollouts of servers that were started differently, or at other temperatures",
+        fix="give each kind batches of its own: RolloutLoader does; for a DataLoader take a store, or a "
+        "torch.utils.data.Subset, of samples with one value of Sample.logprobs_modes",
+    )

@@ -133,7 +133,7 @@ def _set_case(
     """A fault of the list: every row counts as spoilt."""
     is_drift = CATALOGUE[fault.code].level == "drift"
     # Current and older tokens are each so many.
-    drawn = _some(pool.alike, rng, 3 * DRIFT_TOKENS) if is_drift else _few(pool.able, rng)
+    drawn = _some(pool.alike, rng, 3 * DRIFT_TOKENS) if is_drift else _few(pool.able or pool.any_length, rng)
     rows = in_run(drawn)
     planted = fault.plant(rows, rng, share=1.0 if fault.code in ALWAYS_ALL else _share(case))
     found = findings_of(planted, scores, layout="packed", set_up=RUN)
@@ -166,12 +166,14 @@ def _share(case: int) -> float:
 
 
 def _few(samples: Sequence[Sample], rng: np.random.Generator) -> list[Sample]:
+    _require_some(samples)
     chosen = rng.choice(len(samples), min(ROWS_A_CASE, len(samples)), replace=False)
     return [samples[index] for index in chosen]
 
 
 def _some(samples: Sequence[Sample], rng: np.random.Generator, num_tokens: int) -> list[Sample]:
     """Rows with that many sampled tokens together; at least two, and all where they have fewer."""
+    _require_some(samples)
     chosen: list[Sample] = []
     total = 0
     for index in rng.permutation(len(samples)):
@@ -180,3 +182,8 @@ def _some(samples: Sequence[Sample], rng: np.random.Generator, num_tokens: int) 
         if total >= num_tokens and len(chosen) >= 2:
             break
     return chosen
+
+
+def _require_some(samples: Sequence[Sample]) -> None:
+    if not samples:
+        raise NoPlaceError("drill: expected rows in which a fault shows, found none")

@@ -29,7 +29,7 @@ def run_drill(
     Raises:
         ScoringError: the model cannot score.
     """
-    tally = Tally()
+    tally = Tally(num_rows=len(pool.samples), num_able=len(pool.able))
     faults = the_faults()
     for done, fault in enumerate(faults):
         cases = [one_case(fault, case, pool, scores, options) for case in range(options.cases)]

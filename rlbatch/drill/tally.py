@@ -58,6 +58,11 @@ class Tally:
     """Findings of warning level on them."""
     no_place: list[str] = field(default_factory=list)
     """Codes of faults that these rollouts offer no place for."""
+    num_rows: int = 0
+    """Rollouts that could be trained on."""
+    num_able: int = 0
+    """Those of them in which a fault shows that takes the trainer's logprobs; 0 where fewer than two have
+    enough to go by."""
 
     def add(self, case: Drilled) -> None:
         """Count one case."""

@@ -12,7 +12,8 @@ class Collator:
     """Checks and collates what a `DataLoader` over a reader picks; its `collate_fn`.
 
     It pickles, so that worker processes can have it. It knows nothing of steps, ranks and budgets, which are
-    the caller's then; `RolloutLoader` knows them.
+    the caller's then; `RolloutLoader` knows them. Raw and processed logprobs never share a batch: where a
+    store has both, `RolloutLoader` sorts them, and a `DataLoader` needs a `Subset` of one kind.
 
     Args:
         layout: `padded` or `packed`.
@@ -22,6 +23,9 @@ class Collator:
 
     Example:
         DataLoader(open_reader("rollouts"), batch_size=8, collate_fn=Collator(layout="padded"), num_workers=2)
+
+        raw = [at for at, sample in enumerate(reader) if sample.logprobs_modes == {"raw"}]
+        DataLoader(Subset(reader, raw), batch_size=8, shuffle=True, collate_fn=Collator(layout="padded"))
     """
 
     def __init__(

@@ -38,7 +38,7 @@ class Sample:
     loss_mask: NDArray[np.bool_]
     """[T]; True = token t is trained."""
     advantages: NDArray[np.float32]
-    """[T]; 0 where not sampled."""
+    """[T]; 0 where not sampled; NaN where nobody has said it, which is not trained."""
     policy_version: NDArray[np.int32]
     """[T]; version of the weights that drew token t; -1 where not sampled or unknown."""
     temperature: NDArray[np.float32]

@@ -132,17 +132,16 @@ class Trajectory:
     group_id: str | None = None
     """Trajectories of one prompt share it."""
     reward: float | None = None
-    advantage: float = 0.0
-    """Given to every sampled token; computed by the user's own code."""
+    advantage: float | None = None
+    """Given to every sampled token; computed by the user's own code. None: not known, and not trained."""
 
     def __post_init__(self) -> None:
         keep_tuple(self, "turns")
         keep_scalar(self, "reward", float, optional=True)
-        keep_scalar(self, "advantage", float)
-        if math.isfinite(self.advantage) and abs(self.advantage) > float(np.finfo(np.float32).max):
-            raise RecordError(
-                f"Trajectory.advantage: expected a number that float32 holds, found {self.advantage}"
-            )
+        keep_scalar(self, "advantage", float, optional=True)
+        known = self.advantage
+        if known is not None and math.isfinite(known) and abs(known) > float(np.finfo(np.float32).max):
+            raise RecordError(f"Trajectory.advantage: expected a number that float32 holds, found {known}")
         check_text(self, "trajectory_id")
         check_text(self, "group_id", optional=True)
         if not 1 <= len(self.turns) <= MAX_TURNS:

@@ -5,6 +5,7 @@
 across packed sequences when it is called in the obvious way, and many models change logits after the head.
 """
 
+from rlbatch.scoring.identity import model_identity
 from rlbatch.scoring.inputs import ModelInputs, model_inputs
 from rlbatch.scoring.isolation import require_packing_isolated
 from rlbatch.scoring.kept import kept_sets
@@ -19,6 +20,7 @@ __all__ = [
     "load_model",
     "logits_for",
     "logprob_head",
+    "model_identity",
     "model_inputs",
     "model_vocab_size",
     "prepended_bos",

@@ -153,12 +153,14 @@ def mask_without_logprob(subject: Subject) -> Iterator[Finding]:
 
 
 def advantage_not_finite(subject: Subject) -> Iterator[Finding]:
-    """Advantages that make the loss NaN."""
+    """Advantages that make the loss NaN. An audit trains nothing, and takes those that nobody has said."""
     # Each is NaN where any value is: two quick looks, and a third at a fault only.
     least, most = subject.advantages.min(), subject.advantages.max()
     if np.isfinite(least) and np.isfinite(most):
         return
-    bad = ~np.isfinite(subject.advantages) & subject.loss_mask
+    values = subject.advantages
+    impossible = np.isinf(values) if subject.expected.purpose == "audit" else ~np.isfinite(values)
+    bad = impossible & subject.loss_mask
     for sample, tokens in subject.by_sample(np.flatnonzero(bad)):
         yield finding(
             "advantage-not-finite",

@@ -13,10 +13,10 @@ import msgspec
 
 from rlbatch.catalogue import finding
 from rlbatch.engines import ResponseAssembler, fireworks_request, parse_response, sglang_request
-from rlbatch.engines.body import no_reply
-from rlbatch.errors import RecordError, ReplyError, Where
+from rlbatch.engines.body import error_in, no_reply
+from rlbatch.errors import Finding, RecordError, ReplyError, Where
 from rlbatch.records import Provenance, Turn
-from rlbatch.storage.statements import ModelIdentity, Statement, provenance_of, sampling_of_request
+from rlbatch.storage.statements import FlagUse, ModelIdentity, Statement, provenance_of, sampling_of_request
 
 _HTTP_OK = 200
 _GENERATE = "/inference/v1/generate"
@@ -50,21 +50,42 @@ class Exchange(msgspec.Struct):
         return bytes(self.response) or (self.response_text or "").encode()
 
 
+def refused_request(exchange: Exchange) -> Finding | None:
+    """That the engine refused the request and so sampled nothing; None where it did not.
+
+    A stream that breaks off with an error did sample, and is refused where it is read.
+    """
+    if exchange.sse is not None or exchange.status == _HTTP_OK:
+        return None
+    told = error_in(exchange.body)
+    if exchange.status is None:
+        return None if told is None else told.findings[0]
+    return finding(
+        "reply-error-body",
+        expected=f"a reply with status {_HTTP_OK}",
+        found=f"status {exchange.status}" + ("" if told is None else f", {told.findings[0].found}"),
+    )
+
+
 def provenance_of_exchange(
-    exchange: Exchange, statement: Statement, *, identity: ModelIdentity | None, where: Where
+    exchange: Exchange,
+    statement: Statement,
+    *,
+    identity: ModelIdentity | None,
+    where: Where,
+    use: FlagUse | None,
 ) -> Provenance:
     """How the reply's logprobs came to be, by the request and the statement.
 
     Whatever is no reply at all is refused before anything is asked of the caller.
 
     Raises:
-        ReplyError: route-unsupported, reply-error-body, reply-malformed, provenance-missing or
+        ReplyError: route-unsupported, reply-malformed, provenance-missing or
             statement-contradicted.
     """
     owners = [name for name, paths in ENDPOINTS.items() if exchange.endpoint in paths]
-    if exchange.sse is None and (not owners or exchange.status not in (None, _HTTP_OK)):
-        complaint = f"a body of {exchange.endpoint} with status {exchange.status}"
-        raise no_reply(exchange.body, complaint=complaint)
+    if exchange.sse is None and not owners:
+        raise no_reply(exchange.body, complaint=f"a body of {exchange.endpoint}")
     if not isinstance(exchange.request, Mapping):
         raise _malformed("a wrapper without the request's object", where)
     engine = statement.engine
@@ -75,7 +96,8 @@ def provenance_of_exchange(
     fields = _FIELDS[named](exchange.request, exchange.endpoint)
     if fields is None:
         raise _malformed("a request without the object `sampling_params`", where)
-    return provenance_of(sampling_of_request(fields, where), statement, identity=identity, where=where)
+    said = sampling_of_request(fields, where)
+    return provenance_of(said, statement, identity=identity, where=where, use=use)
 
 
 def turns_of_exchange(exchange: Exchange, provenance: Provenance) -> list[Turn]:

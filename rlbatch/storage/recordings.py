@@ -26,11 +26,13 @@ from rlbatch.storage.recorded_exchange import (
     EXCHANGE,
     Exchange,
     provenance_of_exchange,
+    refused_request,
     turns_of_exchange,
 )
 from rlbatch.storage.recorded_row import RecordedRow, output_of
 from rlbatch.storage.statements import (
     OWN_STOPS,
+    FlagUse,
     ModelIdentity,
     Statement,
     provenance_of,
@@ -90,14 +92,21 @@ _Entry: TypeAlias = tuple[Turn | ReplyError, float, bool]
 
 
 def read_recording(
-    path: Path, statement: Statement, *, identity: ModelIdentity | None = None
+    path: Path,
+    statement: Statement,
+    *,
+    identity: ModelIdentity | None = None,
+    skip_refused: bool = False,
 ) -> Iterator[Row]:
     """Every entry of a recorded .json or .jsonl file, in order.
 
     Args:
         path: the file.
-        statement: what the file cannot say of its logprobs.
+        statement: what the file cannot say of its logprobs. Lines of .jsonl may each say how they were
+            sampled: it speaks for those that do not, and must be needed by some line or denied by none.
         identity: the model that sampled, for the samples' provenance.
+        skip_refused: a request that the engine refused is an entry without a sample, told as a warning,
+            instead of an error.
 
     Raises:
         StorageError: file-unusable: missing, empty, too large, not JSON (naming the line), or no recording.
@@ -108,10 +117,19 @@ def read_recording(
         {"sampling": {"temperature": 0.7}, "rows": [{"prompt_ids": [1], "ids": [5, 2], "lp": [-1.5, -0.25],
         "finish_reason": "stop"}]} -> one row, sample token_ids [1, 5, 2], trained at 1:3
     """
-    index = 0
+    index = num_refused = 0
+    use = FlagUse() if path.suffix == ".jsonl" else None
     for place, document in _documents(path):
+        refused = None if document.rows is not None else refused_request(document)
+        if refused is not None:
+            yield _refused(refused, place, index, skip=skip_refused)
+            num_refused += 1
+            index += 1
+            continue
         groups: dict[bytes, str] = {}
-        entries = _entries(document, place, index, statement, identity)
+        if use is not None:
+            use.line = place.line or 0
+        entries = _entries(document, place, index, statement, identity, use)
         for number, (outcome, done, end_known) in enumerate(entries):
             where = place.entry(index, number)
             share = place.share(done)
@@ -129,8 +147,28 @@ def read_recording(
                     share=share,
                 )
             index += 1
-    if index == 0:
-        raise _unusable(path, "at least one rollout", "none")
+    if index == num_refused:
+        found = f"{num_refused} requests, all refused by the engine" if num_refused else "none"
+        raise _unusable(path, "at least one rollout", found)
+    if use is not None:
+        use.require_meant()
+
+
+def _refused(found: Finding, place: _Place, index: int, *, skip: bool) -> Row:
+    """The entry of a request that the engine refused.
+
+    Raises:
+        ReplyError: reply-error-body, unless such entries are to be skipped.
+    """
+    line = "" if place.line is None else f"line {place.line}: "
+    told = replace(found, where=place.entry(index, 0), found=line + found.found)
+    if not skip:
+        raise ReplyError.of(
+            replace(told, fix=f"{told.fix}; --skip-refused leaves such entries out and counts them")
+        )
+    return Row(
+        index=index, sample=None, findings=(replace(told, severity="warning"),), share=place.share_after
+    )
 
 
 def _row_findings(error: ReplyError, where: Where) -> tuple[Finding, ...]:
@@ -211,17 +249,23 @@ def _decode(data: bytes, place: _Place) -> _Document:
 
 
 def _entries(
-    document: _Document, place: _Place, first: int, statement: Statement, identity: ModelIdentity | None
+    document: _Document,
+    place: _Place,
+    first: int,
+    statement: Statement,
+    identity: ModelIdentity | None,
+    use: FlagUse | None,
 ) -> Iterator[_Entry]:
     """Each entry of a document: its turn, or why it has none."""
     try:
         if document.rows is not None:
             said = {} if document.sampling is None else sampling_of_recording(document.sampling, place.where)
-            provenance = provenance_of(said, statement, identity=identity, where=place.where)
+            provenance = provenance_of(said, statement, identity=identity, where=place.where, use=use)
             own_stops = any((document.sampling or {}).get(name) for name in OWN_STOPS)
             yield from _recorded_rows(document.rows, place, first, provenance, own_stops=own_stops)
         else:
-            yield from _reply(document, place, statement, identity)
+            how = provenance_of_exchange(document, statement, identity=identity, where=place.where, use=use)
+            yield from _reply(document, how)
     except ReplyError as error:
         raise _located(error, place.where, line=place.line) from None
 
@@ -240,11 +284,8 @@ def _recorded_rows(
         yield turn, (number + 1) / len(rows), not (own_stops and silent)
 
 
-def _reply(
-    document: _Document, place: _Place, statement: Statement, identity: ModelIdentity | None
-) -> Iterator[_Entry]:
+def _reply(document: _Document, provenance: Provenance) -> Iterator[_Entry]:
     """The choices of a recorded reply; a reply with a fault is one entry."""
-    provenance = provenance_of_exchange(document, statement, identity=identity, where=place.where)
     try:
         turns = turns_of_exchange(document, provenance)
     except ReplyError as error:

@@ -37,20 +37,27 @@ def files_of(path: Path) -> list[Path]:
     return shards
 
 
-def read_rows(path: Path, statement: Statement, *, identity: ModelIdentity | None = None) -> Iterator[Row]:
+def read_rows(
+    path: Path,
+    statement: Statement,
+    *,
+    identity: ModelIdentity | None = None,
+    skip_refused: bool = False,
+) -> Iterator[Row]:
     """Every entry of one file, in order; of a shard, after its checksums are verified.
 
     Args:
         path: a shard, a recorded .json, or .jsonl of those.
         statement: what recorded JSON cannot say; a shard's provenance must not deny it.
         identity: the model that sampled, for what the provenance of a sample does not say.
+        skip_refused: as in `read_recording`.
 
     Raises:
         StorageError: the file cannot be used.
         ReplyError: its contents cannot, or file and statement disagree. What was yielded before stands.
     """
     if path.suffix in RECORDING_SUFFIXES:
-        return read_recording(path, statement, identity=identity)
+        return read_recording(path, statement, identity=identity, skip_refused=skip_refused)
     if path.exists() and not path.is_dir() and path.suffix != SHARD_SUFFIX:
         known = " or ".join((SHARD_SUFFIX, *RECORDING_SUFFIXES))
         found = f"the suffix {path.suffix}" if path.suffix else "no suffix"

@@ -7,7 +7,7 @@ nothing of ids or logprobs.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 
 from rlbatch.catalogue import finding
 from rlbatch.engines.sampling_fields import FLAGS, GRAMMARS, as_off, asks_for_grammar
@@ -102,6 +102,37 @@ class ModelIdentity:
         return replace(provenance, **silent)
 
 
+@dataclass(slots=True)
+class FlagUse:
+    """What became of the statement's flags in a file of many documents, each sampled in its own way.
+
+    A flag speaks for the documents that are silent. One that none of them needs, and some deny, was meant for
+    another file.
+    """
+
+    line: int = 0
+    """The document that is read now."""
+    needed: set[str] = field(default_factory=set)
+    denied: dict[str, Finding] = field(default_factory=dict)
+    """The first document that denies each flag."""
+
+    def take(self, stated: Iterable[str], denied: Mapping[str, Finding], said: Iterable[str]) -> None:
+        """Note what one document does with the flags that are stated."""
+        self.needed |= set(stated) - set(said)
+        for name, found in denied.items():
+            self.denied.setdefault(name, replace(found, found=f"line {self.line}: {found.found}"))
+
+    def require_meant(self) -> None:
+        """Once all is read.
+
+        Raises:
+            ReplyError: statement-contradicted, for each flag that was denied and needed by no document.
+        """
+        unmeant = [found for name, found in self.denied.items() if name not in self.needed]
+        if unmeant:
+            raise ReplyError.of(*unmeant)
+
+
 def flag_of(name: str) -> str:
     """The command-line flag of a `Statement` field.
 
@@ -145,15 +176,21 @@ def sampling_of_request(request: Mapping[str, object], where: Where) -> dict[str
 
 
 def provenance_of(
-    said: Mapping[str, object], statement: Statement, *, identity: ModelIdentity | None = None, where: Where
+    said: Mapping[str, object],
+    statement: Statement,
+    *,
+    identity: ModelIdentity | None = None,
+    where: Where,
+    use: FlagUse | None = None,
 ) -> Provenance:
-    """The provenance that file and statement make together.
+    """The provenance that file and statement make together; what the file says it says for certain.
 
     Args:
         said: fields of `SamplingParams` by the file.
         statement: what the reader says; engine and logprobs_mode can come from nowhere else.
         identity: the model that sampled, where it is known.
         where: the file, for findings.
+        use: of a file of many documents, which may deny flags that others need; without it none may.
 
     Raises:
         ReplyError: provenance-missing, naming the flag of each field that nobody states;
@@ -162,7 +199,10 @@ def provenance_of(
     """
     stated = {name: value for name, value in _stated(statement).items() if name in SAMPLING_FIELDS}
     _sampling({"temperature": 1.0, **stated}, where)
-    _require_agreement(said, stated, where)
+    if use is None:
+        _require_agreement(said, stated, where)
+    else:
+        use.take(stated, _denied(said, stated, where), said)
     values = {**stated, **said}
     missing = [name for name in ("engine", "logprobs_mode") if getattr(statement, name) is None]
     missing += [name for name in SAMPLING_FIELDS if name not in values]
@@ -206,9 +246,17 @@ def _stated(statement: Statement) -> dict[str, object]:
 
 
 def _require_agreement(said: Mapping[str, object], stated: Mapping[str, object], where: Where) -> None:
-    denied = [name for name, value in stated.items() if name in said and said[name] != value]
+    denied = _denied(said, stated, where)
     if denied:
-        raise ReplyError.of(*(_contradicted(name, said[name], stated[name], where) for name in denied))
+        raise ReplyError.of(*denied.values())
+
+
+def _denied(said: Mapping[str, object], stated: Mapping[str, object], where: Where) -> dict[str, Finding]:
+    return {
+        name: _contradicted(name, said[name], value, where)
+        for name, value in stated.items()
+        if name in said and said[name] != value
+    }
 
 
 def _said(sampling: Mapping[str, object], where: Where) -> dict[str, object]:
