@@ -1,6 +1,6 @@
 """Noise between engine and trainer beyond what the rollouts have: the trainer's logits are perturbed.
 
-Tokens and the engine's logprobs stay as they were drawn. The same sequence gets the same noise every time.
+Tokens and the engine's logprobs stay as they were drawn. The same sample gets the same noise every time.
 """
 
 import zlib
@@ -12,18 +12,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlbatch.errors import RecordError
+from rlbatch.records import Sample
 
 Tails: TypeAlias = Literal["light", "heavy"]
 TAILS: tuple[Tails, ...] = ("light", "heavy")
 
-HEAVY_FREEDOM = 3
+HEAVY_FREEDOM = 3.5
 """Degrees of freedom of the scale of one position in heavy tails: few positions have most of the noise.
 
 So it is where a router or a kernel decides otherwise for a token: all its logits move together. At a KLD of
-0.028 one token in 10,000 is 7 nats off, as in runs of large models; light tails reach 3.
+0.028 two tokens in 10,000 are 7 nats off, about as in runs of large models, and one in 100,000 20 nats (188,000
+tokens of the example's rollouts); at 3 degrees four times as many. Light tails reach 3 nats.
 """
 MAX_POSITIONS = 2048
 """On which the scale is found: the mean KLD is known to about a tenth then."""
+SCALES_DRAWN = 1 << 20
+"""Of which evenly spread ones are taken: a mean over drawn ones would hang on the largest two or three."""
 SCALE_FROM, SCALE_TO = 1e-4, 1e3
 """Nats between which the scale is looked for."""
 BISECTIONS = 14
@@ -45,13 +49,18 @@ class Noise:
             raise RecordError(f"Noise.tails: expected {' or '.join(TAILS)}, found {self.tails!r}")
 
 
-def draw(token_ids: NDArray[np.integer[Any]], shape: tuple[int, int], tails: Tails) -> NDArray[np.float32]:
-    """[T, V] noise of one sequence, at scale 1; the ids decide it."""
-    rng = np.random.default_rng(zlib.crc32(np.ascontiguousarray(token_ids, np.int64).tobytes()))
+def draw(sample: Sample, shape: tuple[int, int], tails: Tails) -> NDArray[np.float32]:
+    """[T, V] noise of one sample, at scale 1; its name decides it, and the place counted from the end.
+
+    So a row with another id in it, or with less of its prompt, keeps the noise that it had without the fault:
+    what the fault moves can be told from what the noise does.
+    """
+    name = f"{sample.provenances[0].dtype} {sample.sample_id}".encode()
+    rng, scales = (np.random.default_rng([zlib.crc32(name), part]) for part in (0, 1))
     noise = rng.standard_normal(shape, np.float32)
     if tails == "heavy":
-        noise *= np.sqrt(HEAVY_FREEDOM / rng.chisquare(HEAVY_FREEDOM, (shape[0], 1))).astype(np.float32)
-    return noise
+        noise *= _heavy_scales((shape[0], 1), scales).astype(np.float32)
+    return noise[::-1]
 
 
 def scale_for(noise: Noise, logits: Sequence[NDArray[Any]], units: Sequence[NDArray[Any]]) -> float:
@@ -60,12 +69,14 @@ def scale_for(noise: Noise, logits: Sequence[NDArray[Any]], units: Sequence[NDAr
     Args:
         noise: with a KLD above 0.
         logits: [N, V] each, divided by the temperature, of some positions that predict sampled tokens.
-        units: noise at scale 1 of the same positions, divided by the temperature too.
+        units: light noise at scale 1 of the same positions, divided by the temperature too.
 
     Raises:
         RecordError: no scale does: the model is certain everywhere.
     """
     at_rest, unit = (np.concatenate(each).astype(np.float64) for each in (logits, units))
+    if noise.tails == "heavy":
+        unit *= _even_scales(len(unit))[:, None]
     low, high = np.log(SCALE_FROM), np.log(SCALE_TO)
     if _kld(at_rest, at_rest + SCALE_TO * unit) < noise.kld:
         raise RecordError(f"noise: expected a model that can be {noise.kld:g} nats off, found it too certain")
@@ -76,6 +87,19 @@ def scale_for(noise: Noise, logits: Sequence[NDArray[Any]], units: Sequence[NDAr
         else:
             high = middle
     return float(np.exp(high))
+
+
+def _heavy_scales(shape: tuple[int, ...], rng: np.random.Generator) -> NDArray[np.float64]:
+    """Of positions, in heavy tails."""
+    scales: NDArray[np.float64] = np.sqrt(HEAVY_FREEDOM / rng.chisquare(HEAVY_FREEDOM, shape))
+    return scales
+
+
+def _even_scales(num: int) -> NDArray[np.float64]:
+    """[N] one of each N-th part of their distribution, in any order."""
+    rng = np.random.default_rng(0)
+    drawn = _heavy_scales((SCALES_DRAWN,), rng)
+    return rng.permutation(np.quantile(drawn, (np.arange(num) + 0.5) / num))
 
 
 def _kld(engine: NDArray[np.float64], trainer: NDArray[np.float64]) -> float:

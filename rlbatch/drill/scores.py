@@ -20,6 +20,7 @@ from rlbatch_kernels import token_logprobs
 MAX_LOGIT_BYTES = 1 << 30
 """Logits that are kept, a gigabyte of them; what was dropped is computed again when it is needed."""
 CALIBRATION_SAMPLES = 64
+"""On which the scale of the noise is found, from all over the rollouts: prompts and temperatures differ."""
 
 
 class Scores:
@@ -52,7 +53,8 @@ class Scores:
         self._kept: OrderedDict[bytes, Scored] = OrderedDict()
         self._num_bytes = 0
         if noise.kld:
-            self._scale = self._scale_of(noise, calibrate_on[:CALIBRATION_SAMPLES])
+            every = -(-len(calibrate_on) // CALIBRATION_SAMPLES)
+            self._scale = self._scale_of(noise, calibrate_on[::every])
 
     def __call__(self, sample: Sample) -> Scored:
         """The sample with its trainer logprobs and logits; the same object for the same sample while kept."""
@@ -74,7 +76,7 @@ class Scores:
     def _score(self, sample: Sample) -> Scored:
         logits = self._logits(sample)
         if self._scale:
-            logits += self._scale * draw(sample.token_ids, logits.shape, self._tails)
+            logits += self._scale * draw(sample, logits.shape, self._tails)
         sampled = torch.from_numpy((sample.turn >= 0)[1:])
         logprobs = np.full(len(sample), np.nan)
         values = token_logprobs(
@@ -103,5 +105,5 @@ class Scores:
             at = np.flatnonzero(sample.turn >= 0)[::every]
             divisor = sample.temperature[at, None]
             rows.append(logits[at - 1] / divisor)
-            units.append(draw(sample.token_ids, logits.shape, noise.tails)[at - 1] / divisor)
+            units.append(draw(sample, logits.shape, "light")[at - 1] / divisor)
         return scale_for(noise, rows, units)
