@@ -11,15 +11,14 @@ from rlbatch.engines.request import contradictions
 from rlbatch.errors import ReplyError, RlbatchError, StorageError, Where
 from rlbatch.records import LogprobsMode, Provenance
 from rlbatch.storage.documents import MAX_DOCUMENT_BYTES
+from rlbatch.storage.recorded_sampling import SAMPLING_FIELDS, sampling_of_request
 from rlbatch.storage.recordings import Row, read_recording
 from rlbatch.storage.sources import files_of, read_rows
 from rlbatch.storage.statements import (
-    SAMPLING_FIELDS,
     ModelIdentity,
     Statement,
     provenance_of,
     require_agreement,
-    sampling_of_request,
 )
 
 RAW = Statement(engine="vllm", logprobs_mode="raw")

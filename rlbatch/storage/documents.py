@@ -100,10 +100,11 @@ def _decode(data: bytes, place: Place) -> Document:
     except msgspec.ValidationError as error:
         raise _of_other_types(error, place) from None
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        document = _not_finite(data, place)
-        if document is None:
+        rollouts = _not_finite(data, place)
+        if rollouts is None:
             likely = "the file was cut off, or is not JSON" if data.strip() else "the file is empty"
             raise unusable(place.path, "JSON", _at_line(place, str(error)), likely=likely) from None
+        return rollouts
     if document.rows is None and document.endpoint is None:
         fix = _WRAP if document.choices is not msgspec.UNSET else None
         raise unusable(place.path, WANTED, _at_line(place, "neither `rows` nor `endpoint`"), fix=fix)
@@ -155,8 +156,10 @@ def _first_not_finite(content: object) -> str:
     return "a number that is not finite"
 
 
-_SHOWN = ("response", "request", "choices", "logprobs", "token_logprobs", "content", "logprob", "meta_info")
-_SHOWN += ("output_token_logprobs", "top_logprobs", "prompt_logprobs", "temperature", "top_p", "min_p")
+_SHOWN = (
+    *("response", "request", "choices", "logprobs", "token_logprobs", "content", "logprob", "meta_info"),
+    *("output_token_logprobs", "top_logprobs", "prompt_logprobs", "temperature", "top_p", "min_p"),
+)
 
 
 def _field(name: str) -> str:

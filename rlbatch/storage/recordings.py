@@ -29,13 +29,12 @@ from rlbatch.storage.recorded_exchange import (
     turns_of_exchange,
 )
 from rlbatch.storage.recorded_row import RecordedRow, output_of
+from rlbatch.storage.recorded_sampling import OWN_STOPS, sampling_of_recording
 from rlbatch.storage.statements import (
-    OWN_STOPS,
     FlagUse,
     ModelIdentity,
     Statement,
     provenance_of,
-    sampling_of_recording,
 )
 
 
