@@ -10,15 +10,15 @@ import pytest
 from rlbatch.engines.request import contradictions
 from rlbatch.errors import ReplyError, RlbatchError, StorageError, Where
 from rlbatch.records import LogprobsMode, Provenance
-from rlbatch.storage.recordings import MAX_DOCUMENT_BYTES, Row, read_recording
+from rlbatch.storage.documents import MAX_DOCUMENT_BYTES
+from rlbatch.storage.recorded_sampling import SAMPLING_FIELDS, sampling_of_request
+from rlbatch.storage.recordings import Row, read_recording
 from rlbatch.storage.sources import files_of, read_rows
 from rlbatch.storage.statements import (
-    SAMPLING_FIELDS,
     ModelIdentity,
     Statement,
     provenance_of,
     require_agreement,
-    sampling_of_request,
 )
 
 RAW = Statement(engine="vllm", logprobs_mode="raw")
@@ -470,6 +470,51 @@ def test_a_line_that_is_not_json_is_named_by_its_number(tmp_path: Path) -> None:
         list(read_recording(path, RAW))
     assert caught.value.code == "file-unusable"
     assert caught.value.findings[0].expected == "JSON"
+
+
+@pytest.mark.parametrize("word", ["NaN", "Infinity", "-Infinity"])
+def test_a_logprob_that_is_no_number_is_told_of_its_token(tmp_path: Path, word: str) -> None:
+    """Python's json writes what no JSON is: the row has a fault, and the others are read."""
+    text = json.dumps(TWO_ROWS).replace("-0.25", word)
+    path = tmp_path / "r.jsonl"
+    path.write_text(f"{json.dumps(TWO_ROWS)}\n{text}\n")
+    rows = list(read_recording(path, RAW))
+    assert [row.sample is not None for row in rows] == [True, True, False, True]
+    (found,) = rows[2].findings
+    assert (found.code, found.where.sample, found.where.trajectory) == ("logprob-not-finite", 2, "r:2#0")
+    assert found.found.endswith("1 of 2 are NaN, infinite or beyond float32, at sampled token 1")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("[1, 9]", "[1, NaN]", r"line 1: Expected `int`, got `float` - at `\$\.rows\[0\]\.prompt_ids\[1\]`"),
+        ('"sampling": {}', '"sampling": {"temperature": NaN}', "line 1: .*temperature"),
+    ],
+)
+def test_another_field_that_is_no_number_is_named_with_its_row_and_position(
+    tmp_path: Path, old: str, new: str, says: str
+) -> None:
+    path = tmp_path / "r.jsonl"
+    path.write_text(json.dumps(TWO_ROWS).replace(old, new, 1))
+    with pytest.raises(RlbatchError, match=says):
+        list(read_recording(path, RAW))
+
+
+def test_a_number_in_a_reply_that_is_not_finite_is_named_by_its_place_and_no_text_is_shown(
+    tmp_path: Path, data_dir: Path
+) -> None:
+    reply = json.loads((data_dir / "replies" / "fp32_raw" / "completions_n2_t1.json").read_text())
+    reply["response"]["choices"][1]["logprobs"]["token_logprobs"][3] = float("nan")
+    path = write(tmp_path / "r.jsonl", TWO_ROWS, reply)
+    with pytest.raises(StorageError) as caught:
+        list(read_recording(path, FULL_COLD))
+    assert caught.value.findings[0].found == "line 2: nan at response.choices[1].logprobs.token_logprobs[3]"
+    reply["response"]["choices"][0]["logprobs"]["top_logprobs"] = [{"secret": float("inf")}]
+    with pytest.raises(
+        StorageError, match=r"inf at response\.choices\[0\]\.logprobs\.top_logprobs\[0\]\.\(\.\.\.\)"
+    ):
+        list(read_recording(write(path, TWO_ROWS, reply), FULL_COLD))
 
 
 def test_a_line_that_lacks_a_statement_is_named_by_its_number(tmp_path: Path) -> None:

@@ -12,8 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlbatch.errors import RecordError, Where
-from rlbatch.records import TOKEN_FIELDS, UNKNOWN_VERSION, Origin, Provenance, Purpose, Sample, Stretch
+from rlbatch.records import TOKEN_FIELDS, Origin, Provenance, Purpose, Sample, Stretch
 from rlbatch.records.structure import check_scalar
+from rlbatch.soundness.runs import Runs, runs_of, version_changes
 
 # What `turn` says, the segments of the samples say too.
 _LOOKED_AT = tuple(spec.name for spec in TOKEN_FIELDS if not spec.optional and spec.name != "turn")
@@ -47,37 +48,6 @@ class Expectations:
                 raise RecordError(f"{name}: expected at least {smallest}, found {value}")
         if self.max_version_lag is not None and self.trainer_version is None:
             raise RecordError("max_version_lag: expected a trainer_version with it, found none")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Runs:
-    """The G runs of sampled tokens of one turn each, in the flat order."""
-
-    start: NDArray[np.intp]
-    """[G] first token, counted over all samples."""
-    stop: NDArray[np.intp]
-    """[G] one past the last token."""
-    sample: NDArray[np.intp]
-    """[G]"""
-    turn: NDArray[np.int16]
-    """[G]"""
-    provenance: NDArray[np.intp]
-    """[G] index into the distinct provenances."""
-
-    def __len__(self) -> int:
-        return len(self.start)
-
-    def spread(self, values: NDArray[Any], num_tokens: int, elsewhere: float) -> NDArray[Any]:
-        """[G] values, each at all tokens of its run: [num_tokens].
-
-        Example:
-            runs 1:3 and 4:5 of 6 tokens, values [7, 8], elsewhere 0 -> [0, 7, 7, 0, 8, 0]
-        """
-        ends = np.stack([self.start, self.stop], axis=1).ravel()
-        lengths = np.diff(np.concatenate([[0], ends, [num_tokens]]))
-        both = np.full(2 * len(self) + 1, elsewhere, values.dtype)
-        both[1::2] = values
-        return np.repeat(both, lengths)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -184,7 +154,7 @@ class Subject(Members):
         if any(sample.raw_inference_logprobs is not None for sample in samples):
             parts = [_reported(sample) for sample in samples]
             reported = scratch.joined("reported", parts, stretch.num_tokens)
-        runs, provenances = _runs(samples, stretch.offsets)
+        runs, provenances = runs_of(samples, stretch.offsets)
         return cls(
             samples=samples,
             origins=members.origins,
@@ -193,7 +163,7 @@ class Subject(Members):
             reported=reported,
             sampled=runs.spread(np.ones(len(runs), np.bool_), stretch.num_tokens, False),
             runs=runs,
-            version_changes=_version_changes(samples, runs, columns["policy_version"]),
+            version_changes=version_changes(samples, runs, columns["policy_version"]),
             provenances=provenances,
             **columns,
         )
@@ -261,40 +231,6 @@ def _joined(samples: Sequence[Sample], scratch: Scratch) -> Stretch:
             for name in _LOOKED_AT
         },
     )
-
-
-def _runs(samples: Sequence[Sample], offsets: NDArray[np.intp]) -> tuple[Runs, tuple[Provenance, ...]]:
-    flat = [value for sample in samples for part in sample.segments for value in part]
-    _, start, stop, turn = np.array(flat, np.intp).reshape(-1, 4).T
-    sample = np.repeat(np.arange(len(samples)), [len(each.segments) for each in samples])
-    distinct: dict[Provenance, int] = {}
-    # Most samples share a few objects, and hashing one means hashing all its fields.
-    seen: dict[int, int] = {}
-    indices = []
-    for each in samples:
-        for part in each.segments:
-            provenance = each.provenances[part.turn]
-            if id(provenance) not in seen:
-                seen[id(provenance)] = distinct.setdefault(provenance, len(distinct))
-            indices.append(seen[id(provenance)])
-    first = offsets[sample]
-    runs = Runs(
-        start=start + first,
-        stop=stop + first,
-        sample=sample,
-        turn=turn.astype(np.int16),
-        provenance=np.array(indices, np.intp),
-    )
-    return runs, tuple(distinct)
-
-
-def _version_changes(samples: Sequence[Sample], runs: Runs, values: NDArray[np.int32]) -> NDArray[np.intp]:
-    """Tokens of runs whose version is another one than that of the token before, in the same run."""
-    if all(version != UNKNOWN_VERSION for sample in samples for version in sample.segment_versions):
-        return np.empty(0, np.intp)
-    at = np.flatnonzero(values[1:] != values[:-1]) + 1
-    run = np.searchsorted(runs.start, at, "right") - 1
-    return at[(run >= 0) & (at > runs.start[run]) & (at < runs.stop[run])]
 
 
 def _reported(sample: Sample) -> NDArray[np.float32]:

@@ -16,7 +16,8 @@ from rlbatch.engines import ResponseAssembler, fireworks_request, parse_response
 from rlbatch.engines.body import error_in, no_reply
 from rlbatch.errors import Finding, RecordError, ReplyError, Where
 from rlbatch.records import Provenance, Turn
-from rlbatch.storage.statements import FlagUse, ModelIdentity, Statement, provenance_of, sampling_of_request
+from rlbatch.storage.recorded_sampling import sampling_of_request
+from rlbatch.storage.statements import FlagUse, ModelIdentity, Statement, provenance_of
 
 _HTTP_OK = 200
 _GENERATE = "/inference/v1/generate"

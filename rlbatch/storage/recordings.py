@@ -19,31 +19,23 @@ import msgspec
 from rlbatch.assemble import to_samples
 from rlbatch.catalogue import CATALOGUE, finding
 from rlbatch.engines.output import to_turn
-from rlbatch.errors import Finding, RecordError, ReplyError, StorageError, Where
+from rlbatch.errors import Finding, RecordError, ReplyError, Where
 from rlbatch.records import Provenance, Sample, Trajectory, Turn
 from rlbatch.soundness import check_sound_trajectory
+from rlbatch.storage.documents import WANTED, Document, Place, documents, unusable
 from rlbatch.storage.recorded_exchange import (
-    EXCHANGE,
-    Exchange,
     provenance_of_exchange,
     refused_request,
     turns_of_exchange,
 )
 from rlbatch.storage.recorded_row import RecordedRow, output_of
+from rlbatch.storage.recorded_sampling import OWN_STOPS, sampling_of_recording
 from rlbatch.storage.statements import (
-    OWN_STOPS,
     FlagUse,
     ModelIdentity,
     Statement,
     provenance_of,
-    sampling_of_recording,
 )
-
-MAX_DOCUMENT_BYTES = 1 << 30
-"""A larger .json, or line of .jsonl, is refused: it would be decoded in memory, several times its size."""
-
-_WRAP = "wrap the body with what it answers: {endpoint, request, status, response: the body}"
-_WANTED = f"a recorded rollout {{sampling, rows}} or {EXCHANGE}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -56,35 +48,6 @@ class Row:
     findings: tuple[Finding, ...] = ()
     share: float
     """How much of the file is read by now, 0 to 1."""
-
-
-class _Document(Exchange):
-    rows: list[RecordedRow] | None = None
-    sampling: dict[str, object] | None = None
-    choices: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
-    """Of a reply's body without its wrapper."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Place:
-    """Where a document is: its file, its name there, and its line where the file has lines."""
-
-    path: Path
-    name: str
-    line: int | None
-    share_before: float
-    share_after: float
-
-    @property
-    def where(self) -> Where:
-        return Where(path=str(self.path))
-
-    def entry(self, index: int, number: int) -> Where:
-        """Entry `number` of the document, the file's `index`."""
-        return Where(path=str(self.path), sample=index, trajectory=f"{self.name}#{number}")
-
-    def share(self, done: float) -> float:
-        return self.share_before + done * (self.share_after - self.share_before)
 
 
 _Entry: TypeAlias = tuple[Turn | ReplyError, float, bool]
@@ -119,7 +82,7 @@ def read_recording(
     """
     index = num_refused = 0
     use = FlagUse() if path.suffix == ".jsonl" else None
-    for place, document in _documents(path):
+    for place, document in documents(path):
         refused = None if document.rows is not None else refused_request(document)
         if refused is not None:
             yield _refused(refused, place, index, skip=skip_refused)
@@ -149,12 +112,12 @@ def read_recording(
             index += 1
     if index == num_refused:
         found = f"{num_refused} requests, all refused by the engine" if num_refused else "none"
-        raise _unusable(path, "at least one rollout", found)
+        raise unusable(path, "at least one rollout", found)
     if use is not None:
         use.require_meant()
 
 
-def _refused(found: Finding, place: _Place, index: int, *, skip: bool) -> Row:
+def _refused(found: Finding, place: Place, index: int, *, skip: bool) -> Row:
     """The entry of a request that the engine refused.
 
     Raises:
@@ -200,57 +163,9 @@ def _sample(trajectory: Trajectory, where: Where, *, end_known: bool) -> Sample:
     return sample if end_known else replace(sample, stop_reasons=())
 
 
-def _documents(path: Path) -> Iterator[tuple[_Place, _Document]]:
-    """Every document of the file, decoded, with its place."""
-    try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            if path.suffix != ".jsonl":
-                _check_size(path, size)
-                place = _Place(path=path, name=path.stem, line=None, share_before=0.0, share_after=1.0)
-                yield place, _decode(file.read(), place)
-                return
-            line, before = 0, 0.0
-            while data := file.readline(MAX_DOCUMENT_BYTES + 1):
-                line += 1
-                _check_size(path, len(data))
-                after = file.tell() / max(size, 1)
-                if data.strip():
-                    name = f"{path.stem}:{line}"
-                    place = _Place(path=path, name=name, line=line, share_before=before, share_after=after)
-                    yield place, _decode(data, place)
-                before = after
-    except OSError as error:
-        if isinstance(error, StorageError):
-            raise
-        raise _unusable(path, "a file that can be read", error.strerror or type(error).__name__) from None
-
-
-def _check_size(path: Path, size: int) -> None:
-    if size > MAX_DOCUMENT_BYTES:
-        raise _unusable(
-            path,
-            f"documents of at most {MAX_DOCUMENT_BYTES:,} bytes",
-            f"{size:,} or more",
-            fix="write the rollouts as .jsonl, a document a line",
-        )
-
-
-def _decode(data: bytes, place: _Place) -> _Document:
-    try:
-        document = msgspec.json.decode(data, type=_Document)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        kind = _WANTED if isinstance(error, msgspec.ValidationError) else "JSON"
-        raise _unusable(place.path, kind, _at_line(place, str(error)), likely=_why(data, error)) from None
-    if document.rows is None and document.endpoint is None:
-        fix = _WRAP if document.choices is not msgspec.UNSET else None
-        raise _unusable(place.path, _WANTED, _at_line(place, "neither `rows` nor `endpoint`"), fix=fix)
-    return document
-
-
 def _entries(
-    document: _Document,
-    place: _Place,
+    document: Document,
+    place: Place,
     first: int,
     statement: Statement,
     identity: ModelIdentity | None,
@@ -271,7 +186,7 @@ def _entries(
 
 
 def _recorded_rows(
-    rows: list[RecordedRow], place: _Place, first: int, provenance: Provenance, *, own_stops: bool
+    rows: list[RecordedRow], place: Place, first: int, provenance: Provenance, *, own_stops: bool
 ) -> Iterator[_Entry]:
     """The turn of each row; with stops of the request's own, a row must say which of them ended it."""
     for number, row in enumerate(rows):
@@ -284,7 +199,7 @@ def _recorded_rows(
         yield turn, (number + 1) / len(rows), not (own_stops and silent)
 
 
-def _reply(document: _Document, provenance: Provenance) -> Iterator[_Entry]:
+def _reply(document: Document, provenance: Provenance) -> Iterator[_Entry]:
     """The choices of a recorded reply; a reply with a fault is one entry."""
     try:
         turns = turns_of_exchange(document, provenance)
@@ -308,27 +223,5 @@ def _located(error: ReplyError, where: Where, *, line: int | None = None) -> Rep
     )
 
 
-def _why(data: bytes, error: Exception) -> str:
-    """The likely cause of what cannot be decoded."""
-    if isinstance(error, msgspec.ValidationError):
-        return "a file of another kind, or a field of another type"
-    if b"NaN" in data or b"Infinity" in data:
-        return "a writer that spells numbers NaN or Infinity, which is no JSON: the value was not finite"
-    return "the file was cut off, or is not JSON" if data.strip() else "the file is empty"
-
-
-def _at_line(place: _Place, text: str) -> str:
-    return text if place.line is None else f"line {place.line}: {text}"
-
-
 def _malformed(complaint: str, where: Where) -> Finding:
-    return finding("reply-malformed", where=where, expected=_WANTED, found=complaint)
-
-
-def _unusable(
-    path: Path, expected: str, found: str, *, likely: str | None = None, fix: str | None = None
-) -> StorageError:
-    where = Where(path=str(path))
-    return StorageError.of(
-        finding("file-unusable", where=where, expected=expected, found=found, likely=likely, fix=fix)
-    )
+    return finding("reply-malformed", where=where, expected=WANTED, found=complaint)

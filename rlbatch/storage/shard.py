@@ -20,11 +20,7 @@ from numpy.typing import NDArray
 from rlbatch.errors import StorageError
 from rlbatch.records import TOKEN_FIELDS, Provenance, Sample, Stretch
 from rlbatch.storage.columns import (
-    ARRAYS,
-    EXPERT_COLUMNS,
     EXPERTS,
-    PER_BOUNDARY,
-    PER_SAMPLE,
     SAMPLES,
     STOP_REASONS,
     read_finish_reasons,
@@ -32,19 +28,13 @@ from rlbatch.storage.columns import (
     read_stop_reasons,
 )
 from rlbatch.storage.derived import Derived, derive
+from rlbatch.storage.extents import check_extents, check_names
 from rlbatch.storage.files import reason, refusal, unusable
-from rlbatch.storage.format import Entry, read_header, shown
-from rlbatch.storage.media import MEDIA, MEDIA_KINDS
+from rlbatch.storage.format import read_header, shown
+from rlbatch.storage.media import MEDIA
 from rlbatch.storage.rows import Contents
 
 _TOKEN_ARRAYS = frozenset({EXPERTS, MEDIA, *(spec.name for spec in TOKEN_FIELDS)})
-_TOGETHER = (
-    frozenset({EXPERTS, f"{EXPERTS}.offsets", *EXPERT_COLUMNS}),
-    frozenset({STOP_REASONS, f"{STOP_REASONS}.offsets"}),
-    frozenset({MEDIA, f"{MEDIA}.offsets", MEDIA_KINDS, f"{MEDIA_KINDS}.offsets"}),
-)
-"""Arrays that come all or not at all."""
-
 SAMPLES_AT_ONCE = 256
 """Of a shard that is read through: enough that one costs little, and few enough to hold."""
 
@@ -87,10 +77,10 @@ class Shard:
         self._arrays = {
             entry.name: body[entry.start : entry.stop].view(entry.dtype) for entry in header.entries
         }
-        _check_names(path, self._entries)
+        check_names(path, self._entries)
         self._verify(self._entries.keys() - _TOKEN_ARRAYS)
         self.offsets: NDArray[np.int64] = self._arrays["offsets"]
-        _check_extents(path, self._arrays)
+        check_extents(path, self._arrays)
         self._contents = _contents(path, header.metadata, self._arrays)
 
     def __len__(self) -> int:
@@ -258,47 +248,6 @@ class Shard:
 def _identity(status: os.stat_result) -> tuple[int, int, int]:
     """What tells a file from one that replaced it, or from itself after a write."""
     return status.st_ino, status.st_size, status.st_mtime_ns
-
-
-def _check_names(path: Path, entries: Mapping[str, Entry]) -> None:
-    unknown = sorted(entries.keys() - ARRAYS.keys())
-    if unknown:
-        raise refusal(
-            "schema-unknown", path, expected="arrays that this release knows", found=shown(", ".join(unknown))
-        )
-    for name, spec in ARRAYS.items():
-        # An optional field and its `.present` come together, and so do the parts of experts and of media.
-        needed = not spec.optional or name.removesuffix(".present") in entries or f"{name}.present" in entries
-        needed |= any(name in parts and not parts.isdisjoint(entries) for parts in _TOGETHER)
-        if needed and name not in entries:
-            raise refusal("shard-altered", path, expected=f"an array {name!r}", found="none")
-        if name in entries and entries[name].dtype != spec.dtype:
-            raise refusal(
-                "shard-altered", path, expected=f"{name!r} of {spec.dtype}", found=str(entries[name].dtype)
-            )
-
-
-def _check_extents(path: Path, arrays: Mapping[str, NDArray[Any]]) -> None:
-    """Every array is as long as the boundaries say, and the boundaries rise from 0."""
-    num_samples = len(arrays["offsets"]) - 1
-    if num_samples < 1:
-        raise refusal("shard-altered", path, expected="at least one sample", found="no offsets of one")
-    for name, values in arrays.items():
-        extent = ARRAYS[name].extent
-        expected = {PER_SAMPLE: num_samples, PER_BOUNDARY: num_samples + 1}.get(extent)
-        if expected is None:
-            expected = int(arrays[extent][-1]) if len(arrays[extent]) else 0
-        if len(values) != expected:
-            raise refusal(
-                "shard-altered", path, expected=f"{expected} entries in {name!r}", found=str(len(values))
-            )
-        if extent == PER_BOUNDARY and (values[0] != 0 or (values[1:] < values[:-1]).any()):
-            raise refusal(
-                "shard-altered",
-                path,
-                expected=f"{name!r} that rise from 0",
-                found=f"{int(values[0])} first, and {int((values[1:] < values[:-1]).sum())} that fall",
-            )
 
 
 def _contents(path: Path, metadata: Mapping[str, str], arrays: Mapping[str, NDArray[Any]]) -> Contents:

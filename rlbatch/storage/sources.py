@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rlbatch.errors import StorageError, Where
 from rlbatch.storage.files import SHARD_SUFFIX, list_directory, refusal
-from rlbatch.storage.reader import open_reader
+from rlbatch.storage.opening import open_reader
 from rlbatch.storage.recordings import Row, read_recording
 from rlbatch.storage.statements import ModelIdentity, Statement, require_agreement
 

@@ -50,7 +50,9 @@ class Sampled:
                 exchange["response"], engine="vllm", request=exchange["request"], provenance=provenance
             )
             for number, turn in enumerate(turns):
-                trajectory = Trajectory(trajectory_id=f"{group}#{number}", group_id=str(group), turns=(turn,))
+                trajectory = Trajectory(
+                    trajectory_id=f"{group}#{number}", group_id=str(group), turns=(turn,), advantage=0.0
+                )
                 samples += to_samples(trajectory)
         return samples
 

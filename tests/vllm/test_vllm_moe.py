@@ -141,7 +141,7 @@ def test_routing_of_whole_and_streamed_replies_is_the_trainers(
             num_tokens = len(turn.prompt_token_ids) + len(turn.completion_token_ids)
             assert turn.routed_experts is not None
             assert turn.routed_experts.shape == (num_tokens - 1, NUM_LAYERS, TOP_K)
-            samples += to_samples(Trajectory(trajectory_id=f"{number}.{index}", turns=(turn,)))
+            samples += to_samples(Trajectory(trajectory_id=f"{number}.{index}", turns=(turn,), advantage=0.0))
     judge(samples, model, tmp_path / "moe.safetensors")
 
 
@@ -156,7 +156,7 @@ def test_a_second_turn_goes_on_where_the_first_ones_rows_end(
     prompt = [*known, *TOOL_IDS]
     (second,) = send(server, request_of(prompt, stream=stream, n=1, **start))
     assert second.routed_experts_start == len(known) - 1
-    (sample,) = to_samples(Trajectory(trajectory_id="two", turns=(first, second)))
+    (sample,) = to_samples(Trajectory(trajectory_id="two", turns=(first, second), advantage=0.0))
     assert sample.routed_experts is not None
     assert len(sample.routed_experts) == len(sample.token_ids) - 1
     assert np.array_equal(sample.routed_experts[len(known) - 1 :], second.routed_experts)

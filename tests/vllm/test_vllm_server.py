@@ -155,7 +155,9 @@ def samples_of(turns: list[Turn], name: str) -> list[Sample]:
     return [
         made
         for number, turn in enumerate(turns)
-        for made in to_samples(Trajectory(trajectory_id=f"{name}#{number}", group_id=name, turns=(turn,)))
+        for made in to_samples(
+            Trajectory(trajectory_id=f"{name}#{number}", group_id=name, turns=(turn,), advantage=0.0)
+        )
     ]
 
 
@@ -224,7 +226,9 @@ def test_tool_turns_join_by_ids_and_agree_with_the_trainer(
             # The tool's answer, of any tokens: nothing of it is sampled.
             prompt = [*first.prompt_token_ids.tolist(), *first.completion_token_ids.tolist(), 203, 3, 88, 203]
             (second,) = send(server, call("generate", prompt, stream=stream, n=1))
-            trajectory = Trajectory(trajectory_id=f"tool{number}.{index}", turns=(first, second))
+            trajectory = Trajectory(
+                trajectory_id=f"tool{number}.{index}", turns=(first, second), advantage=0.0
+            )
             (made,) = to_samples(trajectory)
             assert set(made.turn.tolist()) == {-1, 0, 1}
             samples.append(made)
