@@ -106,10 +106,10 @@ def alignment_stats(
     RESIDUAL_CLIP.
 
     The last four columns are of windows of `WINDOW` tokens, counted from the segment's start.
-    `first_num_compared` and `first_sum_abs_log_ratio`: of the first window. `max_window_residual`: the largest
-    mean residual at lag 0 of a window, among those of at least `WINDOW_LEAST` nats; 0 where there is none.
-    `max_window_lag_gain`: among the same the largest share of it that another lag saves, over pairs inside
-    the window: 1 where a lag fits exactly, 0 where none fits better.
+    `first_num_compared` and `first_sum_abs_log_ratio`: of the first window. `max_window_residual`: the
+    largest mean residual at lag 0 of a window, among those of at least `WINDOW_LEAST` nats; 0 where there is
+    none. `max_window_lag_gain`: among the same the largest share of it that another lag saves, over pairs
+    inside the window: 1 where a lag fits exactly, 0 where none fits better.
 
     A row of the table is the same to the bit whatever else the batch holds. Values under the mask change
     nothing. Segments may overlap: each is counted by itself. Sums are exact to 1e-6 of the sum of their

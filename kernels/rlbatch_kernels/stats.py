@@ -182,7 +182,7 @@ def _token_values(trainer: Tensor, inference: Tensor, mask: Tensor) -> dict[str,
 def _residuals(
     trainer: Tensor, inference: Tensor, mask: Tensor, offset: Tensor, length: Tensor
 ) -> dict[str, Tensor]:
-    """Residual and pair [M] at each lag of each token as t, which is at `offset` of its `length` neighbours."""
+    """Residual and pair [M] at each lag of each token as t, at `offset` among its `length` neighbours."""
     values: dict[str, Tensor] = {}
     for lag in LAGS:
         # roll brings t + lag to t; where it wraps round, it is not inside.

@@ -29,7 +29,9 @@ class Parts:
         Raises:
             RecordError: segments of more than one `logprobs_mode`.
         """
-        provenances = tuple([sample.provenances[part.turn] for sample in samples for part in sample.segments])
+        provenances = _shared(
+            [sample.provenances[part.turn] for sample in samples for part in sample.segments]
+        )
         modes = sorted({provenance.logprobs_mode for provenance in provenances})
         if len(modes) > 1:
             raise RecordError(f"collate: expected turns of one logprobs_mode, found {' and '.join(modes)}")
@@ -50,3 +52,11 @@ class Parts:
         # Numbers in one list: numpy takes long over a list of named tuples.
         flat = np.array([value for segment in self.segments for value in segment], np.int32)
         return flat.reshape(len(self.segments), 4)
+
+
+def _shared(provenances: Sequence[Provenance]) -> tuple[Provenance, ...]:
+    """With one object for all that are equal: whoever groups segments by them need not compare fields."""
+    objects = {id(provenance): provenance for provenance in provenances}
+    kept: dict[Provenance, Provenance] = {}
+    shared = {name: kept.setdefault(provenance, provenance) for name, provenance in objects.items()}
+    return tuple([shared[id(provenance)] for provenance in provenances])
