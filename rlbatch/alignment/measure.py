@@ -16,7 +16,7 @@ from rlbatch.batch import Batch
 from rlbatch.catalogue import finding
 from rlbatch.errors import AlignmentError
 from rlbatch.records import Provenance
-from rlbatch_kernels import STAT_COLUMNS, PolicyRatio, alignment_stats, policy_ratio
+from rlbatch_kernels import STAT_COLUMNS, PolicyRatio, alignment_stats, count_outside, policy_ratio
 
 COLUMN = {name: index for index, name in enumerate(STAT_COLUMNS)}
 LOGPROB_DTYPES = (torch.float32, torch.float64)
@@ -92,10 +92,11 @@ class Measured:
         """Each provenance of the batch with its segments [G]."""
         provenances = self.batch.provenances
         # Objects first, which are few and cost nothing to compare; then those that are equal.
-        objects = {id(provenance): provenance for provenance in provenances}
+        names = list(map(id, provenances))
+        objects = dict(zip(names, provenances, strict=True))
         keys: dict[Provenance, int] = {}
         key_of = {name: keys.setdefault(provenance, len(keys)) for name, provenance in objects.items()}
-        owner = np.array([key_of[id(provenance)] for provenance in provenances], np.int64)
+        owner = np.array([key_of[name] for name in names], np.int64)
         return tuple((provenance, owner == key) for provenance, key in keys.items())
 
 
@@ -113,7 +114,7 @@ def measure(batch: Batch, trainer_logprobs: Tensor) -> Measured:
     _check(batch, trainer_logprobs)
     detached = trainer_logprobs.detach()
     table = alignment_stats(detached, batch.inference_logprobs, batch.loss_mask, _on_host(batch))
-    on_host, num_trained, copied = _to_host(table, batch.loss_mask)
+    on_host, num_trained, copied = _to_host(table, batch)
     return Measured(
         batch=batch,
         trainer_logprobs=detached,
@@ -164,15 +165,18 @@ def _mismatch(expected: str, found: str) -> AlignmentError:
     return AlignmentError.of(finding("batch-mismatch", expected=expected, found=found))
 
 
-def _to_host(table: Tensor, loss_mask: Tensor) -> "tuple[Tensor, Tensor, torch.cuda.Event | None]":
+def _to_host(table: Tensor, batch: Batch) -> "tuple[Tensor, Tensor, torch.cuda.Event | None]":
     """The table, and how many positions are trained, by the one device-to-host copy.
 
     On CUDA it runs on and an event tells when it is done.
     """
+    if table.device.type == "cpu":
+        # What is in segments has been counted.
+        inside = table[:, COLUMN["count"]].sum()
+        return table, inside + count_outside(batch.loss_mask, batch.segments), None
+    count = torch.count_nonzero(batch.loss_mask)
     if table.device.type != "cuda":
-        # numpy counts what is true several times as fast as torch.
-        return table.cpu(), torch.tensor(np.count_nonzero(loss_mask.cpu().numpy())), None
-    count = torch.count_nonzero(loss_mask)
+        return table.cpu(), count.cpu(), None
     packed = torch.cat([rearrange(table, "g s -> (g s)"), count.to(table.dtype).reshape(1)])
     host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
     host.copy_(packed, non_blocking=True)
