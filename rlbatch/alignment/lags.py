@@ -1,6 +1,6 @@
 """Does another lag than 0 explain a segment, its end, or stretches of it? Margins and witnesses: `limits`."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,7 +50,7 @@ def whole_shift(evidence: Evidence, *, min_votes: int = LAG_MIN_VOTES) -> Shift 
     return _best_of(evidence, range(-most, most + 1), max(min_votes, WIDE_MIN_VOTES))
 
 
-def _best_of(evidence: Evidence, lags: Iterable[int], min_votes: int) -> Shift | None:
+def _best_of(evidence: Evidence, lags: Sequence[int], min_votes: int) -> Shift | None:
     residuals = evidence.residuals(lags)
     if 0 not in residuals or len(residuals) < 2:
         return None
@@ -151,22 +151,21 @@ def _costs(evidence: Evidence) -> NDArray[np.float64]:
 
 def _cheapest(costs: NDArray[np.float64]) -> NDArray[np.intp]:
     """[blocks] state of each block on the cheapest path through costs [states, blocks]."""
-    num_states, num_blocks = costs.shape
-    came_from = np.empty((num_blocks, num_states), np.intp)
-    stay = np.arange(num_states)
-    total = costs[:, 0].copy()
+    # Plain floats: arrays of nine states cost more to call than to compute.
+    first, *rest = costs.T.tolist()
+    states = range(len(first))
     # To begin at another lag than 0 is a change too.
-    total[np.array(PATH_LAGS) != 0] += PATH_SWITCH
-    for block in range(1, num_blocks):
-        best = int(total.argmin())
-        switched = total[best] + PATH_SWITCH
-        came_from[block] = np.where(total <= switched, stay, best)
-        total = np.minimum(total, switched) + costs[:, block]
-    path = np.empty(num_blocks, np.intp)
-    path[-1] = int(total.argmin())
-    for block in range(num_blocks - 1, 0, -1):
-        path[block - 1] = came_from[block, path[block]]
-    return path
+    total = [cost + PATH_SWITCH * (lag != 0) for cost, lag in zip(first, PATH_LAGS, strict=True)]
+    came_from: list[list[int]] = []
+    for block in rest:
+        least = min(total)
+        best, switched = total.index(least), least + PATH_SWITCH
+        came_from.append([state if total[state] <= switched else best for state in states])
+        total = [min(value, switched) + cost for value, cost in zip(total, block, strict=True)]
+    path = [total.index(min(total))]
+    for before in reversed(came_from):
+        path.append(before[path[-1]])
+    return np.array(path[::-1], np.intp)
 
 
 def _witnessed(evidence: Evidence, lag: int, min_votes: int) -> bool:
