@@ -151,21 +151,22 @@ def _costs(evidence: Evidence) -> NDArray[np.float64]:
 
 def _cheapest(costs: NDArray[np.float64]) -> NDArray[np.intp]:
     """[blocks] state of each block on the cheapest path through costs [states, blocks]."""
-    # Plain floats: arrays of nine states cost more to call than to compute.
-    first, *rest = costs.T.tolist()
-    states = range(len(first))
+    num_states, num_blocks = costs.shape
+    came_from = np.empty((num_blocks, num_states), np.intp)
+    stay = np.arange(num_states)
+    total = costs[:, 0].copy()
     # To begin at another lag than 0 is a change too.
-    total = [cost + PATH_SWITCH * (lag != 0) for cost, lag in zip(first, PATH_LAGS, strict=True)]
-    came_from: list[list[int]] = []
-    for block in rest:
-        least = min(total)
-        best, switched = total.index(least), least + PATH_SWITCH
-        came_from.append([state if total[state] <= switched else best for state in states])
-        total = [min(value, switched) + cost for value, cost in zip(total, block, strict=True)]
-    path = [total.index(min(total))]
-    for before in reversed(came_from):
-        path.append(before[path[-1]])
-    return np.array(path[::-1], np.intp)
+    total[np.array(PATH_LAGS) != 0] += PATH_SWITCH
+    for block in range(1, num_blocks):
+        best = int(total.argmin())
+        switched = total[best] + PATH_SWITCH
+        came_from[block] = np.where(total <= switched, stay, best)
+        total = np.minimum(total, switched) + costs[:, block]
+    path = np.empty(num_blocks, np.intp)
+    path[-1] = int(total.argmin())
+    for block in range(num_blocks - 1, 0, -1):
+        path[block - 1] = came_from[block, path[block]]
+    return path
 
 
 def _witnessed(evidence: Evidence, lag: int, min_votes: int) -> bool:
