@@ -34,7 +34,7 @@ def spoil(how, inference, rng):
 
 
 def of_windows(trainer, inference, mask, floor):
-    """Whether the tokens of a segment are suspect anyway, and where they may be compared: window by window."""
+    """Whether a segment is suspect anyway, and whether it is where it may be compared: window by window."""
     anyway = comparable = False
     for at in range(0, len(mask), 64):
         t, i, on = trainer[at : at + 64], inference[at : at + 64], mask[at : at + 64]

@@ -2,7 +2,9 @@
 
     python kernels/bench/gate.py [--quick] [--threads N]
 
-Clean: a step of packed micro-batches, one large pack, and one padded micro-batch; noise of 0.003 nats.
+Clean: the rows of a whole step at once, padded, as `alignment_stats.py` has them, by which the gate is
+judged (`over_stats`); a step of packed micro-batches, one large pack, and one padded micro-batch, where
+Python's own time counts; noise of 0.003 nats.
 Bad: 32 rows of 2,048 tokens, all spoilt in the same way, up to the error that says so; with logits of a
 vocabulary of 1,536, and without any, where nothing depends on the vocabulary.
 """
@@ -26,12 +28,15 @@ from rlbatch.records import Provenance, Sample, SamplingParams
 from rlbatch_kernels import alignment_stats
 
 STEP_ROWS, QUICK_STEP_ROWS = 2048, 512
+FULL_LENGTH = 8192
 MICRO_BATCH_TOKENS = 32_768
 MICRO_ROWS, ROW_TOKENS = 16, 2048
 BAD_ROWS = 32
 PROMPT_TOKENS = 64
 VOCAB_SIZE = 1536
 MICRO_RUNS = 20
+FULL = "full"
+"""The case that is the headline: what the gate costs where statistics cost something themselves."""
 NOISE = 0.003
 """Nats in the spread: an engine in bf16."""
 
@@ -93,6 +98,14 @@ class Rows:
         return self.logits[start - first : stop - first]
 
 
+def full_rows(count: int) -> list[Sample]:
+    """Rows of `FULL_LENGTH` sampled tokens behind one token of a prompt; they share their values."""
+    one = sample_of(
+        torch.randint(VOCAB_SIZE, (FULL_LENGTH,)), torch.rand(FULL_LENGTH).log_(), 0, num_prompt=1
+    )
+    return [replace(one, sample_id=f"{at}#0", trajectory_id=f"{at}") for at in range(count)]
+
+
 def rows_of(count: int) -> Rows:
     logits = 3 * torch.randn(ROW_TOKENS, VOCAB_SIZE)
     logprobs = torch.log_softmax(logits, dim=1)
@@ -101,7 +114,7 @@ def rows_of(count: int) -> Rows:
     return Rows(samples=[sample_of(drawn[:, at], values[:, at], at) for at in range(count)], logits=logits)
 
 
-def sample_of(ids: Tensor, logprobs: Tensor, number: int) -> Sample:
+def sample_of(ids: Tensor, logprobs: Tensor, number: int, num_prompt: int = PROMPT_TOKENS) -> Sample:
     """One row, behind a prompt of its own."""
     provenance = Provenance(
         engine="vllm",
@@ -109,12 +122,12 @@ def sample_of(ids: Tensor, logprobs: Tensor, number: int) -> Sample:
         sampling=SamplingParams(temperature=1.0),
         vocab_size=VOCAB_SIZE,
     )
-    prompt = torch.randint(VOCAB_SIZE, (PROMPT_TOKENS,))
-    length = PROMPT_TOKENS + len(ids)
-    sampled = np.arange(length) >= PROMPT_TOKENS
+    prompt = torch.randint(VOCAB_SIZE, (num_prompt,))
+    length = num_prompt + len(ids)
+    sampled = np.arange(length) >= num_prompt
     return Sample(
         token_ids=torch.cat([prompt, ids]).to(torch.int32).numpy(),
-        inference_logprobs=torch.cat([torch.full((PROMPT_TOKENS,), torch.nan), logprobs]).numpy(),
+        inference_logprobs=torch.cat([torch.full((num_prompt,), torch.nan), logprobs]).numpy(),
         loss_mask=sampled,
         advantages=np.zeros(length, np.float32),
         policy_version=np.where(sampled, 3, -1).astype(np.int32),
@@ -158,6 +171,7 @@ def clean_steps(num_rows: int) -> dict[str, Step]:
     """What the gate is asked to pass."""
     samples = workload.trajectories(num_rows)
     return {
+        FULL: step_of([full_rows(num_rows)], "padded"),
         "step": step_of(list(in_packs(samples, MICRO_BATCH_TOKENS)), "packed"),
         "pack": step_of([samples], "packed"),
         "micro": step_of([rows_of(MICRO_ROWS).samples], "padded"),
@@ -177,9 +191,8 @@ def main() -> None:
         }
         # A micro-batch takes a fraction of a millisecond: more rounds, for the same seconds.
         times |= harness.medians(cases, runs * (MICRO_RUNS if name == "micro" else 1))
-        figures[f"{name}_over_stats"] = harness.ratio(
-            times, f"{name}: require_aligned", f"{name}: alignment_stats"
-        )
+        key = "over_stats" if name == FULL else f"{name}_over_stats"
+        figures[key] = harness.ratio(times, f"{name}: require_aligned", f"{name}: alignment_stats")
         figures[f"{name}_ratios_over_stats"] = harness.ratio(
             times, f"{name}: and the ratios", f"{name}: alignment_stats"
         )

@@ -7,6 +7,7 @@ from rlbatch_kernels.alignment import (
     alignment_stats,
     alignment_stats_and_policy_gradient,
     alignment_stats_and_ratio,
+    count_outside,
     policy_ratio,
 )
 from rlbatch_kernels.backends import last_backend
@@ -52,6 +53,7 @@ __all__ = [
     "alignment_stats_and_policy_gradient",
     "alignment_stats_and_ratio",
     "column",
+    "count_outside",
     "last_backend",
     "linear_logprobs",
     "policy_ratio",

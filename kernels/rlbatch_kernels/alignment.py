@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rlbatch_kernels import backends
+from rlbatch_kernels import backends, c_library, c_stats, stats
 from rlbatch_kernels.arguments import (
     LOGPROB_DTYPES,
     MAX_OFFENDERS_SHOWN,
@@ -106,10 +106,10 @@ def alignment_stats(
     RESIDUAL_CLIP.
 
     The last four columns are of windows of `WINDOW` tokens, counted from the segment's start.
-    `first_num_compared` and `first_sum_abs_log_ratio`: of the first window. `max_window_residual`: the largest
-    mean residual at lag 0 of a window, among those of at least `WINDOW_LEAST` nats; 0 where there is none.
-    `max_window_lag_gain`: among the same the largest share of it that another lag saves, over pairs inside
-    the window: 1 where a lag fits exactly, 0 where none fits better.
+    `first_num_compared` and `first_sum_abs_log_ratio`: of the first window. `max_window_residual`: the
+    largest mean residual at lag 0 of a window, among those of at least `WINDOW_LEAST` nats; 0 where there is
+    none. `max_window_lag_gain`: among the same the largest share of it that another lag saves, over pairs
+    inside the window: 1 where a lag fits exactly, 0 where none fits better.
 
     A row of the table is the same to the bit whatever else the batch holds. Values under the mask change
     nothing. Segments may overlap: each is counted by itself. Sums are exact to 1e-6 of the sum of their
@@ -221,12 +221,35 @@ def alignment_stats_and_policy_gradient(
     return PolicyGradient(table=table, gradient=out)
 
 
+def count_outside(mask: Tensor, segments: Tensor) -> int:
+    """How many trained positions are in no segment, and so in no row of the table.
+
+    Args:
+        mask: [B, T] bool on the host, True = trained.
+        segments: as `alignment_stats`, on the host.
+
+    Raises:
+        ShapeError, DtypeError: as `alignment_stats`; a mask or segments that are not on the host.
+
+    Example:
+        mask [True, True, False, True], segment (0, 1, 3, 0) -> 2
+    """
+    require_tensor("mask", mask, (torch.bool,))
+    if mask.dim() != 2:
+        raise ShapeError(f"mask: found shape {list(mask.shape)}, expected [B, T]")
+    host = _host_segments(segments, mask, "mask")
+    require_device("mask", mask, host.device, "the host")
+    if c_library.missing():
+        return stats.count_outside(mask, host)
+    return c_stats.count_outside(mask, host)
+
+
 def _checked(trainer: Tensor, inference: Tensor, mask: Tensor, segments: Tensor) -> Tensor:
     """The segments [G, 4] int64 on the host, once all arguments are in order."""
     _require_logprobs(trainer, inference, "mask", mask)
     if trainer.dim() != 2:
         raise ShapeError(f"trainer_logprobs: found shape {list(trainer.shape)}, expected [B, T]")
-    return _host_segments(segments, trainer)
+    return _host_segments(segments, trainer, "trainer_logprobs")
 
 
 def _table(
@@ -246,16 +269,16 @@ def _require_logprobs(trainer: Tensor, inference: Tensor, mask_name: str, mask: 
         require_device(name, value, trainer.device, "trainer_logprobs")
 
 
-def _host_segments(segments: Tensor, trainer: Tensor) -> Tensor:
-    """[G, 4] int64 on the host, each inside the batch."""
+def _host_segments(segments: Tensor, batch: Tensor, name: str) -> Tensor:
+    """[G, 4] int64 on the host, each inside the batch [B, T], of which the argument `name` is."""
     require_tensor("segments", segments, SEGMENT_DTYPES)
     if segments.dim() != 2 or segments.shape[1] != 4:
         raise ShapeError(f"segments: found shape {list(segments.shape)}, expected [G, 4]")
     if segments.device.type != "cpu":
-        require_device("segments", segments, trainer.device, "trainer_logprobs")
+        require_device("segments", segments, batch.device, name)
     host = segments.to("cpu", torch.int64)
     row, start, stop = host[:, 0], host[:, 1], host[:, 2]
-    num_rows, num_positions = trainer.shape
+    num_rows, num_positions = batch.shape
     inside = (row >= 0) & (row < num_rows) & (start >= 0) & (start <= stop) & (stop <= num_positions)
     if not bool(inside.all()):
         outside = (~inside).nonzero()[:, 0].tolist()

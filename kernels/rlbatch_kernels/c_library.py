@@ -176,6 +176,8 @@ def _declare(loaded: ctypes.CDLL) -> None:
         number,
         number,
     )
+    loaded.rlb_count_outside.restype = _Int64
+    loaded.rlb_count_outside.argtypes = (_Pointer, _Int64, _Int64, _Pointer, _Int64)
     loaded.rlb_softmax_forward.restype = None
     loaded.rlb_softmax_forward.argtypes = (ctypes.POINTER(Rows), ctypes.POINTER(State), number, number)
     loaded.rlb_softmax_backward.restype = None

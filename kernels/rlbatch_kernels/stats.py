@@ -110,6 +110,17 @@ def segment_stats(
     return table
 
 
+def count_outside(mask: Tensor, segments: Tensor) -> int:
+    """How many positions outside of all segments a mask [B, T] on the host trains; arguments are trusted."""
+    num_rows, num_positions = mask.shape
+    row, start, stop = segments.to(torch.int64)[:, :3].unbind(1)
+    # One more a row: a segment may stop behind the last position.
+    edges = torch.zeros(num_rows, num_positions + 1, dtype=torch.int32)
+    for place, step in ((start, 1), (stop, -1)):
+        edges.index_put_((row, place), torch.tensor(step, dtype=torch.int32), accumulate=True)
+    return int((mask & (edges.cumsum(1)[:, :-1] == 0)).sum())
+
+
 def _blocks(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
     first, tokens = 0, 0
     for index, length in enumerate(lengths):
@@ -182,7 +193,7 @@ def _token_values(trainer: Tensor, inference: Tensor, mask: Tensor) -> dict[str,
 def _residuals(
     trainer: Tensor, inference: Tensor, mask: Tensor, offset: Tensor, length: Tensor
 ) -> dict[str, Tensor]:
-    """Residual and pair [M] at each lag of each token as t, which is at `offset` of its `length` neighbours."""
+    """Residual and pair [M] at each lag of each token as t, at `offset` among its `length` neighbours."""
     values: dict[str, Tensor] = {}
     for lag in LAGS:
         # roll brings t + lag to t; where it wraps round, it is not inside.

@@ -8,7 +8,10 @@ from rlbatch_kernels.per_token import KINDS, Written
 from rlbatch_kernels.reference import MAX_EXPONENT
 
 PIECE = 4096
-"""Tokens of a segment that one program takes, whole windows: enough to pay for its reductions, and many programs a batch."""
+"""Tokens of a segment that one program takes: enough to pay for its reductions, and many programs a batch.
+
+Whole windows: none is of two programs.
+"""
 
 BLOCK = 512
 """Tokens at once: two a thread, as 27 results of each token are held in registers."""

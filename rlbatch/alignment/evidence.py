@@ -1,10 +1,11 @@
 """`Evidence`: one suspect segment on the host, and what pairs of its values say. Decides nothing."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -15,6 +16,9 @@ from rlbatch_kernels import LAGS, RESIDUAL_CLIP
 
 if TYPE_CHECKING:
     from rlbatch.alignment.exhibits import Window
+
+LAGS_AT_ONCE = 16
+"""Lags of a segment that are measured together: of 2,048 tokens they are 256 KiB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -81,6 +85,8 @@ class Evidence:
     """Logits [stop - start, V] of entries start:stop, checked; None where nobody can be asked."""
     windows: "dict[tuple[int, int], Window]" = field(default_factory=dict, repr=False)
     """What was made of entries start:stop, where a pool keeps it anyway: it is not made again."""
+    known_residuals: dict[int, float | None] = field(default_factory=dict, repr=False)
+    """What `residuals` has found at each lag; None where it has no pair."""
 
     @property
     def first_token(self) -> int:
@@ -105,6 +111,7 @@ class Evidence:
             context=replace(self.context, ids=self.context.ids[: self.first_token + stop]),
             ask=None if ask is None else lambda first, last: ask(start + first, start + last),
             windows={},
+            known_residuals={},
         )
 
     @property
@@ -145,17 +152,27 @@ class Evidence:
         at = at[usable[at] & usable[at + lag]]
         return at, np.minimum(np.abs(self.inference[at] - self.trainer[at + lag]), RESIDUAL_CLIP)
 
-    def residuals(self, lags: Iterable[int] = LAGS) -> dict[int, float]:
-        """Mean clipped |difference| at each lag that has pairs, as `at_lag` has them."""
+    def residuals(self, lags: Sequence[int] = LAGS) -> dict[int, float]:
+        """Mean clipped |difference| at each lag that has pairs, as `at_lag` has them; kept once found."""
+        missing = [lag for lag in lags if lag not in self.known_residuals]
+        for first in range(0, len(missing), LAGS_AT_ONCE):
+            self._measure(missing[first : first + LAGS_AT_ONCE])
+        return {lag: value for lag in lags if (value := self.known_residuals[lag]) is not None}
+
+    def _measure(self, lags: Sequence[int]) -> None:
         usable, length = self.usable, len(self.trained)
-        trainer, inference = (np.where(usable, side, np.nan) for side in (self.trainer, self.inference))
-        all_usable = bool(usable.all())
-        found: dict[int, float] = {}
-        for lag in lags:
-            ours = inference[max(0, -lag) : max(0, min(length, length - lag))]
-            theirs = trainer[max(0, lag) : max(0, min(length, length + lag))]
-            errors = np.minimum(np.abs(ours - theirs), RESIDUAL_CLIP)
-            errors = errors if all_usable else errors[~np.isnan(errors)]
-            if len(errors):
-                found[lag] = float(np.add.reduce(errors)) / len(errors)
-        return found
+        most = max(abs(lag) for lag in lags)
+        partner, is_partner = np.full(length + 2 * most, np.nan), np.zeros(length + 2 * most, bool)
+        partner[most : most + length] = np.where(usable, self.trainer, np.nan)
+        is_partner[most : most + length] = usable
+        # [lags, N]: row k begins at the partner of entry 0 at lag k.
+        rows = np.array(lags) + most
+        errors = sliding_window_view(partner, length)[rows]
+        np.subtract(np.where(usable, self.inference, np.nan), errors, out=errors)
+        np.abs(errors, out=errors)
+        # What has no pair is NaN: it becomes the clip, and is taken off again.
+        np.fmin(errors, RESIDUAL_CLIP, out=errors)
+        pairs = np.count_nonzero(sliding_window_view(is_partner, length)[rows] & usable, axis=1)
+        totals = errors.sum(axis=1) - RESIDUAL_CLIP * (length - pairs)
+        for lag, total, num_pairs in zip(lags, totals.tolist(), pairs.tolist(), strict=True):
+            self.known_residuals[lag] = max(total, 0.0) / num_pairs if num_pairs else None

@@ -76,9 +76,10 @@ class Judge:
         comparable = np.zeros(len(table), bool)
         for provenance, mine in measured.by_provenance:
             comparable[mine] = provenance.comparable(batch.purpose)
-        ages = np.array(
-            [age_of(version, self.trainer_version) for version in batch.segment_versions], np.int64
-        )
+        age_by_version = {
+            version: age_of(version, self.trainer_version) for version in set(batch.segment_versions)
+        }
+        ages = np.array([age_by_version[version] for version in batch.segment_versions], np.int64)
         inquiry = Inquiry(
             measured=measured, table=table, comparable=comparable, ages=ages, logits_for=self.logits_for
         )

@@ -1,6 +1,6 @@
 """Does another lag than 0 explain a segment, its end, or stretches of it? Margins and witnesses: `limits`."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,7 +50,7 @@ def whole_shift(evidence: Evidence, *, min_votes: int = LAG_MIN_VOTES) -> Shift 
     return _best_of(evidence, range(-most, most + 1), max(min_votes, WIDE_MIN_VOTES))
 
 
-def _best_of(evidence: Evidence, lags: Iterable[int], min_votes: int) -> Shift | None:
+def _best_of(evidence: Evidence, lags: Sequence[int], min_votes: int) -> Shift | None:
     residuals = evidence.residuals(lags)
     if 0 not in residuals or len(residuals) < 2:
         return None

@@ -16,7 +16,7 @@ from rlbatch.batch import Batch
 from rlbatch.catalogue import finding
 from rlbatch.errors import AlignmentError, Where
 from rlbatch.records import Provenance
-from rlbatch_kernels import STAT_COLUMNS, PolicyRatio, alignment_stats, policy_ratio
+from rlbatch_kernels import STAT_COLUMNS, PolicyRatio, alignment_stats, count_outside, policy_ratio
 
 COLUMN = {name: index for index, name in enumerate(STAT_COLUMNS)}
 LOGPROB_DTYPES = (torch.float32, torch.float64)
@@ -95,10 +95,11 @@ class Measured:
         """Each provenance of the batch with its segments [G]."""
         provenances = self.batch.provenances
         # Objects first, which are few and cost nothing to compare; then those that are equal.
-        objects = {id(provenance): provenance for provenance in provenances}
-        keys = {provenance: key for key, provenance in enumerate(dict.fromkeys(objects.values()))}
-        key_of = {name: keys[provenance] for name, provenance in objects.items()}
-        owner = np.array([key_of[id(provenance)] for provenance in provenances], np.int64)
+        names = list(map(id, provenances))
+        objects = dict(zip(names, provenances, strict=True))
+        keys: dict[Provenance, int] = {}
+        key_of = {name: keys.setdefault(provenance, len(keys)) for name, provenance in objects.items()}
+        owner = np.array([key_of[name] for name in names], np.int64)
         return tuple((provenance, owner == key) for provenance, key in keys.items())
 
 
@@ -117,7 +118,7 @@ def measure(batch: Batch, trainer_logprobs: Tensor, *, number: int | None = None
     _check(batch, trainer_logprobs, number)
     detached = trainer_logprobs.detach()
     table = alignment_stats(detached, batch.inference_logprobs, batch.loss_mask, _on_host(batch))
-    on_host, num_trained, copied = _to_host(table, torch.count_nonzero(batch.loss_mask))
+    on_host, num_trained, copied = _to_host(table, batch)
     return Measured(
         batch=batch,
         number=number,
@@ -145,18 +146,20 @@ def _on_host(batch: Batch) -> Tensor:
 
 
 def _check(batch: Batch, trainer_logprobs: object, number: int | None) -> None:
-    shape, device = list(batch.shape), batch.loss_mask.device
+    shape, device = torch.Size(batch.shape), batch.loss_mask.device
     expected = (
         ("trainer logprobs", trainer_logprobs, LOGPROB_DTYPES),
         ("inference_logprobs", batch.inference_logprobs, LOGPROB_DTYPES),
         ("loss_mask", batch.loss_mask, (torch.bool,)),
     )
     for name, value, dtypes in expected:
-        words = f"{name} {shape} {' or '.join(map(_word, dtypes))} on {device}"
-        if not isinstance(value, Tensor):
-            raise _mismatch(words, type(value).__name__, number)
-        if list(value.shape) != shape or value.dtype not in dtypes or value.device != device:
-            raise _mismatch(words, f"{list(value.shape)} {_word(value.dtype)} on {value.device}", number)
+        found = type(value).__name__
+        if isinstance(value, Tensor):
+            if value.shape == shape and value.dtype in dtypes and value.device == device:
+                continue
+            found = f"{list(value.shape)} {_word(value.dtype)} on {value.device}"
+        words = f"{name} {list(shape)} {' or '.join(map(_word, dtypes))} on {device}"
+        raise _mismatch(words, found, number)
 
 
 def _word(dtype: torch.dtype) -> str:
@@ -168,8 +171,16 @@ def _mismatch(expected: str, found: str, number: int | None) -> AlignmentError:
     return AlignmentError.of(finding("batch-mismatch", where=where, expected=expected, found=found))
 
 
-def _to_host(table: Tensor, count: Tensor) -> "tuple[Tensor, Tensor, torch.cuda.Event | None]":
-    """The one device-to-host copy; on CUDA it runs on and an event tells when it is done."""
+def _to_host(table: Tensor, batch: Batch) -> "tuple[Tensor, Tensor, torch.cuda.Event | None]":
+    """The table, and how many positions are trained, by the one device-to-host copy.
+
+    On CUDA it runs on and an event tells when it is done.
+    """
+    if table.device.type == "cpu":
+        # What is in segments has been counted.
+        inside = table[:, COLUMN["count"]].sum()
+        return table, inside + count_outside(batch.loss_mask, batch.segments), None
+    count = torch.count_nonzero(batch.loss_mask)
     if table.device.type != "cuda":
         return table.cpu(), count.cpu(), None
     packed = torch.cat([rearrange(table, "g s -> (g s)"), count.to(table.dtype).reshape(1)])

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from rlbatch.alignment.drift import Drift
+from rlbatch.alignment.drift import Drift, chosen_rows
 from rlbatch.alignment.exhibits import Exhibit, exhibit_of, joined
 from rlbatch.alignment.hypotheses.distributions import distribution_finding, other_distribution
 from rlbatch.alignment.hypotheses.passes import trainer_fault
@@ -99,6 +99,15 @@ class Pool:
         return prefix_differs(self.exhibits)
 
 
+_SEEN = [
+    COLUMN[name]
+    for name in (
+        *("num_compared", "sum_abs_log_ratio", "sum_log_ratio"),
+        *("first_num_compared", "first_sum_abs_log_ratio"),
+    )
+]
+
+
 @dataclass(slots=True, kw_only=True)
 class _Seen:
     """Sums of the table by which it is decided whether to look: they cost nothing."""
@@ -115,20 +124,19 @@ class _Seen:
 
     def add(self, inquiry: Inquiry, mine: NDArray[np.bool_]) -> None:
         """Count the segments of a batch, but for those whose sums are beyond any float."""
-        mine = mine & np.isfinite(inquiry.table[:, COLUMN["sum_abs_log_ratio"]])
-        table = inquiry.table[mine]
-        num, size = table[:, COLUMN["num_compared"]], table[:, COLUMN["sum_abs_log_ratio"]]
-        self.num += float(num.sum())
-        self.size += float(size.sum())
-        self.signed += float(table[:, COLUMN["sum_log_ratio"]].sum())
-        num_first, size_first = (
-            table[:, COLUMN[name]] for name in ("first_num_compared", "first_sum_abs_log_ratio")
-        )
-        goes_on = num > num_first
-        self.num_first += float(num_first[goes_on].sum())
-        self.size_first += float(size_first[goes_on].sum())
-        self.num_later += float((num - num_first)[goes_on].sum())
-        self.size_later += float((size - size_first)[goes_on].sum())
+        all_sizes = inquiry.table[:, COLUMN["sum_abs_log_ratio"]]
+        columns = chosen_rows(inquiry.table, mine & np.isfinite(all_sizes))[:, _SEEN]
+        num, size, signed, num_first, size_first = columns.sum(axis=0).tolist()
+        self.num += num
+        self.size += size
+        self.signed += signed
+        # Turns of one window have no later ones.
+        goes_on = columns[:, 0] > columns[:, 3]
+        num, size, signed, num_first, size_first = chosen_rows(columns, goes_on).sum(axis=0).tolist()
+        self.num_first += num_first
+        self.size_first += size_first
+        self.num_later += num - num_first
+        self.size_later += size - size_first
 
     @property
     def is_off(self) -> bool:

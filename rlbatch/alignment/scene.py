@@ -112,7 +112,9 @@ def usual_mean(table: NDArray[np.float64], kept: NDArray[np.bool_]) -> float | N
     heard = kept & (count >= PEERS_MIN_TOKENS)
     if heard.sum() < PEERS_MIN:
         return None
-    return float(np.median(table[heard, COLUMN["sum_abs_log_ratio"]] / count[heard]))
+    means = np.sort(table[heard, COLUMN["sum_abs_log_ratio"]] / count[heard])
+    # np.median takes longer than all else that is done to a small batch.
+    return float(means[(len(means) - 1) // 2] + means[len(means) // 2]) / 2
 
 
 def place_of(batch: Batch, index: int, number: int | None) -> Where:

@@ -31,7 +31,9 @@ class Parts:
         Raises:
             RecordError: modes-mixed, segments of more than one `logprobs_mode`.
         """
-        provenances = tuple([sample.provenances[part.turn] for sample in samples for part in sample.segments])
+        provenances = _shared(
+            [sample.provenances[part.turn] for sample in samples for part in sample.segments]
+        )
         if len({provenance.logprobs_mode for provenance in provenances}) > 1:
             raise RecordError.of(_modes_mixed(samples, origins_of(samples, origins)))
         return cls(
@@ -74,3 +76,11 @@ def _modes_mixed(samples: Sequence[Sample], origins: Sequence[Origin]) -> Findin
         fix="give each kind batches of its own: RolloutLoader does; for a DataLoader take a store, or a "
         "torch.utils.data.Subset, of samples with one value of Sample.logprobs_modes",
     )
+
+
+def _shared(provenances: Sequence[Provenance]) -> tuple[Provenance, ...]:
+    """With one object for all that are equal: whoever groups segments by them need not compare fields."""
+    objects = {id(provenance): provenance for provenance in provenances}
+    kept: dict[Provenance, Provenance] = {}
+    shared = {name: kept.setdefault(provenance, provenance) for name, provenance in objects.items()}
+    return tuple([shared[id(provenance)] for provenance in provenances])

@@ -19,6 +19,7 @@ from rlbatch_kernels import (
     alignment_stats,
     alignment_stats_and_ratio,
     column,
+    count_outside,
     stats,
 )
 
@@ -480,6 +481,19 @@ def test_the_ratio_comes_with_the_table(device: torch.device) -> None:
     compared[1, :10], compared[1, 900:], compared[2] = False, False, False
     log_ratio = torch.where(compared, trainer - inference, 0.0).double()
     torch.testing.assert_close(found.ratio.double(), log_ratio.clamp(-20, 20).exp(), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_trained_positions_outside_of_all_segments_are_counted(seed: int) -> None:
+    _, _, mask, segments = random_batch(seed)
+    # In any order, some overlapping, some left out.
+    segments = torch.cat([segments[::2], torch.tensor([[1, 0, 40, 0], [1, 20, 60, 1]])]).to(torch.int32)
+    left = mask.clone()
+    for row, start, stop, _ in segments.tolist():
+        left[row, start:stop] = False
+    assert count_outside(mask, segments) == stats.count_outside(mask, segments) == int(left.sum())
+    assert count_outside(mask, segments[:0]) == int(mask.sum())
+    assert count_outside(mask[:0], segments[:0]) == 0
 
 
 @pytest.mark.parametrize("threads", [1, 2])

@@ -142,9 +142,9 @@ def test_gradients_are_rounded_to_the_nearest_half(level: str, dtype: torch.dtyp
     assert narrow.grad.isinf().any() == (dtype == torch.float16)
 
 
-# A segment is 16 tokens of AVX-512 (4, 8 of the others), clean blocks up to every 1024th token, and what lacks a
-# partner: 17 to 34 have none or one vector of it, 1025 to 2067 one or two blocks, whole or not; 63 to 66 and 130
-# have a window more or less.
+# A segment is 16 tokens of AVX-512 (4, 8 of the others), clean blocks up to every 1024th token, and what
+# lacks a partner: 17 to 34 have none or one vector of it, 1025 to 2067 one or two blocks, whole or not; 63 to
+# 66 and 130 have a window more or less.
 @pytest.mark.parametrize(
     "length",
     [0, 1, 2, 15, 16, 17, 18, 19, 33, 34, 63, 64, 65, 66, 130, 530, 1025, 1026, 1027, 1042, 2050, 2067, 3000],

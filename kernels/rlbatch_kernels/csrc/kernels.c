@@ -298,6 +298,20 @@ EXPORT int rlb_alignment_stats(const float *trainer, const float *inference, con
     return 0;
 }
 
+/* How many positions of [B, T] outside of all segments are trained. Segments in the order of their starts; they may
+ * overlap. */
+EXPORT int64_t rlb_count_outside(const uint8_t *mask, int64_t num_positions, int64_t stride, const int64_t *segments,
+                                 int64_t num_segments) {
+    int64_t count = 0, until = 0;
+    for (int64_t g = 0; g <= num_segments; g++) {
+        const int64_t *segment = segments + 4 * g;
+        int64_t start = g < num_segments ? segment[0] * stride + segment[1] : num_positions;
+        for (int64_t j = until; j < start; j++) count += mask[j] != 0;
+        if (g < num_segments && segment[0] * stride + segment[2] > until) until = segment[0] * stride + segment[2];
+    }
+    return count;
+}
+
 /* ---- softmax ---- */
 
 /* Rows of logits; N of them, each with its own target and temperature. */

@@ -111,7 +111,7 @@ def _mean_at(trainer, mask, place, within, LAG: tl.constexpr, end, usable, i, cl
 def _windows(
     trainer, inference, mask, first, end, clip, least, row, BLOCK: tl.constexpr, WINDOW: tl.constexpr
 ):
-    """The largest of the windows of one piece, to its row: what `stats.WINDOW` and `stats.WINDOW_LEAST` say."""
+    """The largest of the windows of one piece, to its row, as `stats.WINDOW` and `WINDOW_LEAST` say."""
     lane = tl.arange(0, BLOCK)
     largest = tl.zeros([BLOCK // WINDOW], tl.float32)
     gain = tl.zeros([BLOCK // WINDOW], tl.float32)
