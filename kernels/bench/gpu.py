@@ -14,11 +14,12 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import torch
 from torch import Tensor
 
-from rlbatch_kernels import alignment_stats, last_backend, linear_logprobs, token_statistics
+from rlbatch_kernels import alignment_stats, last_backend, linear_logprobs, token_statistics, triton_linear
 
 ROOT = Path(__file__).parent.parent.parent
 RUNS = 15
@@ -63,6 +64,12 @@ def stats_figures(ceiling: float) -> dict[str, float]:
     return {"stats_ms": time * 1e3, "stats_copy_fraction": 9 * trainer.numel() / time / ceiling}
 
 
+def backward_seconds(forward: Callable[[], Tensor], leaf: Tensor) -> float:
+    """Of the backward alone."""
+    total = forward().sum()
+    return seconds(lambda: torch.autograd.grad(total, leaf, retain_graph=True))
+
+
 def token_figures(ceiling: float, dtype: torch.dtype) -> dict[str, float]:
     """4096 rows of 151,936 logits: read once forward, read and written backward."""
     logits = torch.randn(4096, 151936, device="cuda", dtype=dtype).requires_grad_()
@@ -72,26 +79,35 @@ def token_figures(ceiling: float, dtype: torch.dtype) -> dict[str, float]:
     def forward() -> Tensor:
         return token_statistics(logits, ids, temperature=0.7, mask=mask).logprobs
 
+    def shaped() -> Tensor:
+        # Gemma's cap, and some columns of padding.
+        changes = {"soft_cap": 30.0, "vocab_mask": logits.shape[-1] - 3}
+        return token_statistics(logits, ids, temperature=0.7, mask=mask, **changes).logprobs
+
     def plain() -> Tensor:
         with torch.no_grad():
             return (logits.float() / 0.7).log_softmax(-1).gather(-1, ids.unsqueeze(-1))
 
     time = seconds(forward)
     require_triton("token_statistics")
-    total = forward().sum()
-    back = seconds(lambda: torch.autograd.grad(total, logits, retain_graph=True))
+    back, shaped_back = (backward_seconds(case, logits) for case in (forward, shaped))
     name = str(dtype).removeprefix("torch.")
     return {
         f"token_{name}_ms": time * 1e3,
         f"token_{name}_copy_fraction": logits.nbytes / time / ceiling,
         f"token_{name}_backward_ms": back * 1e3,
         f"token_{name}_backward_copy_fraction": 2 * logits.nbytes / back / ceiling,
+        f"token_{name}_shaped_copy_fraction": logits.nbytes / seconds(shaped) / ceiling,
+        f"token_{name}_shaped_backward_copy_fraction": 2 * logits.nbytes / shaped_back / ceiling,
         f"token_{name}_vs_log_softmax": seconds(plain) / time,
     }
 
 
 def linear_figures(logits_dtype: torch.dtype) -> dict[str, float]:
-    """8192 tokens x 4096 x 151,936 in bfloat16, against the bare bfloat16 GEMM in pieces of 1024 tokens."""
+    """8192 tokens x 4096 x 151,936 in bfloat16, against the bare bfloat16 GEMM in pieces of 1024 tokens.
+
+    float32 logits come from the fused kernel, which stands beside the tiles that it replaces.
+    """
     hidden = torch.randn(8192, 4096, device="cuda", dtype=torch.bfloat16).requires_grad_()
     weight = (torch.randn(151936, 4096, device="cuda", dtype=torch.bfloat16) / 64).requires_grad_()
     ids = torch.arange(8192, device="cuda")
@@ -111,10 +127,13 @@ def linear_figures(logits_dtype: torch.dtype) -> dict[str, float]:
     bare, time, trained = seconds(gemm), seconds(forward), seconds(both)
     require_triton("linear_logprobs")
     name = f"linear_{str(logits_dtype).removeprefix('torch.')}"
+    with mock.patch.object(triton_linear, "serves", return_value=False):
+        tiles = seconds(forward)
     return {
         f"{name}_ms": time * 1e3,
         f"{name}_tflops": 2 * hidden.shape[0] * weight.numel() / time / 1e12,
         f"{name}_gemm_fraction": bare / time,
+        f"{name}_tiles_gemm_fraction": bare / tiles,
         f"{name}_fwd_bwd_multiple": trained / bare,
     }
 

@@ -71,29 +71,30 @@ class Head:
         return torch.bfloat16 if both else compute_dtype(self.hidden, self.weight)
 
     @property
-    def row_step(self) -> int:
-        """Rows of a tile are a multiple of this."""
-        return WHOLE_ROWS_TILE if self.whole_rows else TOKEN_TILE
+    def heights(self) -> tuple[int, int]:
+        """Rows that a tile is a multiple of, and rows of a whole tile.
 
-    @property
-    def tile_height(self) -> int:
-        """Rows of a whole tile, a multiple of `row_step`."""
-        if self.whole_rows or self.trained.num_tokens <= TOKEN_TILE:
-            return self.row_step
+        By the head alone, never by how many tokens there are. Where a tile of TOKEN_TILE has other bits than
+        taller ones, twice as many rows may agree with them: a library splits the sums of low tiles.
+        """
+        if self.whole_rows:
+            return WHOLE_ROWS_TILE, WHOLE_ROWS_TILE
         width, dtype = self.hidden.shape[-1], self.operand_dtype
-        tall = min(TALL_TILES, HIDDEN_BYTES // (width * dtype.itemsize * TOKEN_TILE)) * TOKEN_TILE
-        if tall <= TOKEN_TILE or dtype != torch.bfloat16 or self.bias is not None:
-            return TOKEN_TILE
-        # All tiles of the vocabulary but the last have one width.
-        *_, last = tiles = list(self.vocab_tiles())
-        widths = {tile.stop - tile.start for tile in (tiles[0], last)}
-        shapes = [(tall, width, columns) for columns in widths]
-        agree = all(rows_agree(shape, TOKEN_TILE, dtype, self.hidden.device) for shape in shapes)
-        return tall if agree else TOKEN_TILE
+        if width and dtype == torch.bfloat16 and self.bias is None:
+            tall = min(TALL_TILES, HIDDEN_BYTES // (width * dtype.itemsize * TOKEN_TILE)) * TOKEN_TILE
+            # All tiles of the vocabulary but the last have one width.
+            widths = {min(VOCAB_TILE, len(self.weight)), len(self.weight) % VOCAB_TILE or VOCAB_TILE}
+            for step in (TOKEN_TILE, 2 * TOKEN_TILE):
+                shapes = [(tall, width, columns) for columns in widths]
+                if tall >= 2 * step and all(
+                    rows_agree(shape, step, dtype, self.hidden.device) for shape in shapes
+                ):
+                    return step, tall
+        return TOKEN_TILE, TOKEN_TILE
 
     def token_tiles(self) -> Iterator[slice]:
         """Trained rows of each tile; the last one may have fewer."""
-        height = self.tile_height
+        _, height = self.heights
         for first in range(0, self.trained.num_tokens, height):
             yield slice(first, min(first + height, self.trained.num_tokens))
 
@@ -108,11 +109,12 @@ class Head:
             yield slice(first, min(first + step, num_columns))
 
     def padded(self, num_rows: int) -> int:
-        """The next multiple of `row_step`."""
-        return -(-num_rows // self.row_step) * self.row_step
+        """Rows of the tiles that hold so many."""
+        step, _ = self.heights
+        return -(-num_rows // step) * step
 
     def hidden_tile(self, rows: slice) -> Tensor:
-        """[n, D] in their own dtype, n a multiple of `row_step`: the trained rows, then zeros."""
+        """[n, D] in their own dtype, filled up to a multiple of `heights`: the trained rows, then zeros."""
         gathered = self.trained.gather(self.hidden, rows)
         height = self.padded(len(gathered))
         if len(gathered) == height:

@@ -395,6 +395,33 @@ def test_double_backward_is_refused() -> None:
         torch.autograd.grad(found.sum(), hidden, create_graph=True)
 
 
+@pytest.mark.parametrize(
+    ("lowest", "expected"), [(512, (512, 2048)), (1024, (1024, 2048)), (2048, (512, 512))]
+)
+@pytest.mark.parametrize("num_tokens", [3, 600])
+def test_tiles_are_as_low_as_rows_have_the_bits_of_tall_ones_whatever_the_batch(
+    monkeypatch: pytest.MonkeyPatch, lowest: int, expected: tuple[int, int], num_tokens: int
+) -> None:
+    # A library that splits the sums of tiles lower than `lowest`.
+    monkeypatch.setattr(head, "rows_agree", lambda shape, step, dtype, device: step >= lowest)
+    multiplied: list[int] = []
+
+    def product(left: Tensor, right: Tensor) -> Tensor:
+        multiplied.append(len(left))
+        return left @ right.t()
+
+    monkeypatch.setattr(head, "product", product)
+    hidden, weight, _, ids = problem(num_tokens, 40, 16)
+    mask = torch.ones(num_tokens, dtype=torch.bool)
+    rounded: Any = {"logits_dtype": torch.bfloat16, "temperature": 1.0, "mask": mask}
+    found = linear_logprobs(hidden.bfloat16(), weight.bfloat16(), ids, **rounded)
+    step, tallest = expected
+    assert all(rows % step == 0 and rows <= tallest for rows in multiplied)
+    assert sum(multiplied) == -(-num_tokens // step) * step
+    logits = (hidden.bfloat16() @ weight.bfloat16().T).float()
+    torch.testing.assert_close(found, chosen(logits, ids, 1.0), rtol=0, atol=0.05)
+
+
 @pytest.mark.skipif(not peak_memory.IS_KNOWN, reason="peak memory is read from /proc")
 def test_peak_memory_is_tiles_where_all_logits_would_be_390_mib(backend: str) -> None:
     setup = """
