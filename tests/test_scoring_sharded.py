@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rlbatch.collate import Padding, collate
 from rlbatch.errors import ScoringError
-from rlbatch.scoring import logprob_head, trainer_logprobs
+from rlbatch.scoring import logits_for, logprob_head, trainer_logprobs
 
 NUM_RANKS = 2
 # Gemma 2's head is tied to its embedding, which only the root's group can hold; Granite's is not.
@@ -101,6 +101,7 @@ def _run_rank(rank, store, results):
     answers["padded"] = _padding_on_one_rank(rank)
     answers["mixed"] = _mixed_precision(rank)
     answers["outside"] = _error_outside_the_forward(rank)
+    answers["asking"] = _asking_of_one_rank(rank)
     torch.save(answers, results / f"{rank}.pt")
     dist.destroy_process_group()
 
@@ -137,6 +138,34 @@ def _error_outside_the_forward(rank):
         except ScoringError as error:
             return str(error)
     return None
+
+
+def _asking_of_one_rank(rank):
+    """By kind of wrapper: what `logits_for` says, or the logits that rank 0 alone asks it for."""
+    sharded = cases.tiny_model("granite")
+    _shard(sharded, ("layers", "head"))
+    gathered = cases.tiny_model("granite")
+    _shard(gathered, ())
+    with torch.no_grad():
+        trainer_logprobs(gathered, _batch(rank))
+    models = {
+        "sharded": sharded,
+        # The weights of the root stay whole after a forward pass, until they are stepped.
+        "gathered": gathered,
+        "flat": _wrapped("flat", "granite", ()),
+        "parts": _wrapped("parts", "granite", ("layers", "head")),
+        "replicated": _wrapped("replicated", "granite", ()),
+    }
+    said = {}
+    for kind, model in models.items():
+        try:
+            ask = logits_for(model)
+        except ScoringError as error:
+            said[kind] = str(error)
+        else:
+            segment = _batch(rank).host_segments[0]
+            said[kind] = ask(_batch(rank), 0, segment.start, segment.stop) if rank == 0 else None
+    return said
 
 
 @pytest.fixture(scope="module")
@@ -210,3 +239,48 @@ def test_a_head_called_outside_its_models_forward_is_refused(answers):
     for answer in answers:
         assert "[head-sharded]" in answer["outside"]
         assert f"a {DTensor.__name__} with placements (Shard(dim=0),)" in answer["outside"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "found"),
+    [
+        ("sharded", "fully_shard on the model"),
+        ("gathered", "fully_shard on the model"),
+        ("flat", "FullyShardedDataParallel on the model"),
+        ("parts", "FullyShardedDataParallel on the model"),
+    ],
+)
+def test_one_rank_cannot_ask_a_sharded_model_for_logits(kind, found, answers):
+    for answer in answers:
+        assert answer["asking"][kind].startswith("[model-sharded]")
+        assert found in answer["asking"][kind]
+        assert "without logits_for" in answer["asking"][kind]
+
+
+def test_one_rank_can_ask_a_replicated_model_while_the_other_does_not(answers):
+    model = cases.tiny_model("granite")
+    segment = _batch(0).host_segments[0]
+    with torch.no_grad():
+        alone = model(cases.token_ids(cases.make_samples(seed=0)[0])[None]).logits[0]
+    found = answers[0]["asking"]["replicated"]
+    torch.testing.assert_close(found, alone[segment.start : segment.stop], atol=1e-5, rtol=0)
+    assert answers[1]["asking"]["replicated"] is None
+
+
+@pytest.fixture
+def group_of_one():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_a_model_sharded_over_one_rank_can_be_asked():
+    model = cases.tiny_model("granite")
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    batch = _batch(0)
+    segment = batch.host_segments[0]
+    found = logits_for(model)(batch, 0, segment.start, segment.stop)
+    with torch.no_grad():
+        alone = cases.tiny_model("granite")(cases.token_ids(cases.make_samples(seed=0)[0])[None]).logits[0]
+    torch.testing.assert_close(found, alone[segment.start : segment.stop], atol=1e-5, rtol=0)

@@ -22,6 +22,25 @@ ENTRIES = (
         fix="pad on the right (Padding(side='right')), where what comes later changes nothing",
     ),
     Entry(
+        code="rope-by-length",
+        level="scoring",
+        severity="error",
+        symptom="The model's RoPE follows the longest sequence of a call, and would score others by it.",
+        check="rope_type longrope or dynamic, and the batch's lengths against the length where it changes.",
+        likely="a long-context model is given sequences of both sides of its original context length at once",
+        fix="batch sequences up to that length and longer ones apart; with dynamic RoPE keep to that length, "
+        "or give the model a rope_type of fixed frequencies, as the engine has",
+    ),
+    Entry(
+        code="model-sharded",
+        level="scoring",
+        severity="error",
+        symptom="One rank alone would be asked for logits of a model whose weights lie on several.",
+        check="The model's parameters and wrappers, when logits_for is made.",
+        likely="logits_for was given a model in FSDP, ZeRO or tensor parallelism over more than one rank",
+        fix="call require_aligned without logits_for, or make it of a whole copy of the model",
+    ),
+    Entry(
         code="head-unknown",
         level="scoring",
         severity="error",

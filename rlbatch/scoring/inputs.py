@@ -64,7 +64,6 @@ def inputs_of_one(batch: Batch, segment: Segment, stop: int) -> ModelInputs:
         whole = slice(first, first + batch.sequence_num_tokens[segment.row])
         inputs = ModelInputs(input_ids=batch.input_ids[row, whole], use_cache=False)
         return cast(ModelInputs, {**inputs, **media_of_sequence(batch, segment.row)})
-    # Later tokens change nothing of earlier logits.
     before = slice(first, stop)
     return ModelInputs(
         input_ids=batch.input_ids[row, before],

@@ -16,6 +16,7 @@ from rlbatch.scoring.inputs import model_inputs
 from rlbatch.scoring.isolation import require_packing_isolated, require_padding_ignored
 from rlbatch.scoring.model import num_input_rows
 from rlbatch.scoring.proof import require_known_head
+from rlbatch.scoring.rope import require_alike_in_length
 from rlbatch.scoring.transforms import logit_transform, switched_off
 
 
@@ -39,9 +40,11 @@ def logprob_head(model: nn.Module, batch: Batch) -> Iterator[None]:
 
     Raises:
         ScoringError: the head cannot be overridden, its weight is not whole when it runs, the model does
-            something unknown to its logits, or it is called with inputs of another shape.
+            something unknown to its logits, its RoPE follows the longest sequence and the batch mixes lengths
+            that it tells apart, or it is called with inputs of another shape.
     """
     require_known_head(model)
+    require_alike_in_length(model, batch)
     head = output_head(model)
     forward = logprob_forward(head, batch, logit_transform(model))
     with switched_off(model), overridden(head, forward):

@@ -8,7 +8,10 @@ ends in; `rlbatch.scoring.proof` does.
 
 from typing import Any
 
+from torch import distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 # Of torch.compile, DistributedDataParallel and FullyShardedDataParallel.
@@ -35,6 +38,27 @@ def called_alone(model: nn.Module) -> nn.Module:
         return called_alone(model.module)
     compiled = dict(model.named_children()).get("_orig_mod")
     return model if compiled is None else called_alone(compiled)
+
+
+def how_spread(model: nn.Module) -> str | None:
+    """How the model's weights lie on several ranks, which must then call it together; None where they do not.
+
+    A group of one rank, and copies such as DistributedDataParallel's, are whole.
+    """
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return None
+    for name, module in model.named_modules():
+        # What fully_shard has gathered looks whole until the next optimizer step.
+        if isinstance(module, FSDPModule):
+            return f"fully_shard on {name or 'the model'}"
+        if isinstance(module, FullyShardedDataParallel) and dist.get_world_size(module.process_group) > 1:
+            return f"FullyShardedDataParallel on {name or 'the model'}"
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor) and parameter.device_mesh.size() > 1:
+            return f"{name}: a DTensor with placements {parameter.placements}"
+        if parameter.numel() == 0:
+            return f"{name}: an empty parameter, as ZeRO leaves it outside the forward"
+    return None
 
 
 def model_name(model: nn.Module) -> str:
