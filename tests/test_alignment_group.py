@@ -30,6 +30,7 @@ class Outcome:
     warnings: tuple[Finding, ...]
     calls: int
     """Gates passed before the error."""
+    judged: bool | None
     seconds: float
 
     @property
@@ -38,18 +39,20 @@ class Outcome:
         return None if self.error is None else (type(self.error), str(self.error), self.error.findings)
 
 
-def one_batch(rank: int, inference: list[float], *, version: int | None = None) -> Any:
+def one_batch(
+    rank: int, inference: list[float], *, version: int | None = None, purpose: str = "train", **changes: Any
+) -> Any:
     """A batch of one sample and the trainer's logprobs of it."""
     from builders import sample
 
     from rlbatch.collate import collate
     from rlbatch.records.turn import VersionSpan
 
-    changes = {}
     if version is not None:
         changes["policy_versions"] = (VersionSpan(label=str(version), start=0, stop=len(TRUTH)),)
     ids = list(range(11, 11 + len(TRUTH)))
-    batch = collate([sample([1, 5], ids, inference, trajectory_id=f"rank{rank}", **changes)], layout="packed")
+    made = sample([1, 5], ids, inference, trajectory_id=f"rank{rank}", **changes)
+    batch = collate([made], layout="packed", purpose=purpose)
     trainer = torch.zeros(batch.shape)
     trainer[batch.loss_mask] = torch.tensor(TRUTH)
     return batch, trainer
@@ -139,6 +142,32 @@ def limits(rank: int, world: int) -> Any:
     return step(rank, [TRUTH], limits=Limits(kld_error=0.2 if rank == 1 else 0.1))
 
 
+def deferred_by_one(rank: int, world: int) -> Any:
+    return step(rank, [TRUTH], defer=rank == 1)
+
+
+def batch_from_one(rank: int, world: int) -> Any:
+    """A micro-batch where the others give a step of one."""
+    from rlbatch.alignment import require_aligned
+
+    batch, trainer = one_batch(rank, TRUTH)
+    if rank != 1:
+        batch, trainer = [batch], [trainer]
+    return require_aligned(batch, trainer, trainer_version=None, group=dist.group.WORLD), 1
+
+
+def incomparable_on_one(rank: int, world: int) -> Any:
+    """An audit, in which the tokens of one rank were drawn under a grammar that the trainer does not know."""
+    from builders import provenance
+
+    from rlbatch.alignment import require_aligned
+    from rlbatch.records import SamplingParams
+
+    how = provenance(sampling=SamplingParams(temperature=1.0, structured_output=rank == 1))
+    batch, trainer = one_batch(rank, TRUTH, purpose="audit", provenance=how)
+    return require_aligned(batch, trainer, trainer_version=None, group=dist.group.WORLD), 1
+
+
 def last_of_three(rank: int, world: int) -> Any:
     return step(rank, [TRUTH, TRUTH, SHIFTED if rank == 1 else TRUTH])
 
@@ -190,7 +219,7 @@ def bad_callback(rank: int, world: int) -> Any:
 CASES = (
     *(clean, one, every, late, shape, shape_deferred, version_type, number_of_batches),
     *(version_of_trainer, limits, samples_of_step, last_of_three, accumulation, tail_on_one),
-    *(many_ages, bad_callback),
+    *(many_ages, bad_callback, deferred_by_one, batch_from_one, incomparable_on_one),
 )
 
 
@@ -201,17 +230,39 @@ def without_last(rank: int, group: Any) -> Any:
     return step(rank, [TRUTH], group=group, limits=Limits(rank_timeout=TIMEOUT))
 
 
+def asked_again(rank: int, world: int, group: Any) -> Any:
+    """The last rank comes to the gate, not to the verdict; the others ask for that in every way there is."""
+    from rlbatch.alignment import Limits, require_aligned
+
+    options = {"group": group, "limits": Limits(rank_timeout=TIMEOUT), "defer": True}
+    alignment = require_aligned(*one_batch(rank, TRUTH), trainer_version=None, **options)
+    if rank == world - 1:
+        return None
+    said, began = [], time.monotonic()
+    for ask in ("verify", "metrics", "warnings", "judged"):
+        try:
+            getattr(alignment, ask)()
+        except AlignmentError as error:
+            said.append((error.code, time.monotonic() - began))
+    return said
+
+
 def outcome_of(run: Any) -> Outcome:
     began = time.monotonic()
-    error, metrics, warnings, calls = None, None, (), 0
+    error, metrics, warnings, calls, judged = None, None, (), 0, None
     try:
         alignment, calls = run()
-        metrics, warnings = alignment.metrics, alignment.warnings
+        metrics, warnings, judged = alignment.metrics, alignment.warnings, alignment.judged
     except AlignmentError as raised:
         error = raised
         calls = int(getattr(raised, "__notes__", ["0"])[0].split()[0])
     return Outcome(
-        error=error, metrics=metrics, warnings=warnings, calls=calls, seconds=time.monotonic() - began
+        error=error,
+        metrics=metrics,
+        warnings=warnings,
+        calls=calls,
+        judged=judged,
+        seconds=time.monotonic() - began,
     )
 
 
@@ -220,7 +271,12 @@ def rank_main(rank: int, folder: str, world: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
     outcomes = {case.__name__: outcome_of(lambda case=case: case(rank, world)) for case in CASES}
-    silent, dead = dist.new_group(), dist.new_group()
+    without_first, left, silent, dead = (dist.new_group(list(range(first, world))) for first in (1, 0, 0, 0))
+    if rank:
+        odd = SHIFTED if rank == 1 else TRUTH
+        outcomes["without_first"] = outcome_of(lambda: step(rank, [odd], group=without_first))
+    dist.barrier()
+    outcomes["asked_again"] = asked_again(rank, world, left)
     is_last = rank == world - 1
     if not is_last:
         outcomes["silent"] = outcome_of(lambda: without_last(rank, silent))
@@ -256,6 +312,8 @@ def ranks(request, tmp_path_factory):
         ("version_of_trainer", "ranks-differ", False),
         ("limits", "ranks-differ", False),
         ("samples_of_step", "ranks-differ", False),
+        ("deferred_by_one", "ranks-differ", False),
+        ("batch_from_one", "ranks-differ", False),
     ],
 )
 def test_every_rank_raises_the_same_error(ranks, case, code, on_every_rank):
@@ -265,6 +323,31 @@ def test_every_rank_raises_the_same_error(ranks, case, code, on_every_rank):
     bad = list(range(len(ranks))) if on_every_rank else [1]
     assert [(found.code, found.where.rank) for found in findings] == [(code, rank) for rank in bad]
     assert all(f"rank {rank}" in text for rank in bad)
+
+
+def test_a_part_of_the_ranks_names_them_as_all_do(ranks):
+    # Rank 1 is the first of the group that rank 0 is not in.
+    for outcomes in ranks[1:]:
+        (found,) = outcomes["without_first"].error.findings
+        assert (found.code, found.where.rank, found.where.trajectory) == ("shifted", 1, "rank1")
+
+
+def test_what_one_rank_cannot_compare_leaves_the_step_unjudged_on_all(ranks):
+    for outcomes in ranks:
+        outcome = outcomes["incomparable_on_one"]
+        assert [(found.code, found.where.rank) for found in outcome.warnings] == [("incomparable", 1)]
+        assert outcome.judged is False
+        # The one turn of rank 1; those of the others are compared.
+        assert outcome.metrics["rlbatch/num_excluded_segments/sum"] == 1
+        assert outcome.metrics["rlbatch/num_tokens/sum"] == (len(ranks) - 1) * len(TRUTH)
+
+
+def test_a_verdict_that_a_rank_did_not_come_to_is_waited_for_once(ranks):
+    for outcomes in ranks[:-1]:
+        codes, seconds = zip(*outcomes["asked_again"], strict=True)
+        assert codes == ("rank-silent",) * 4
+        assert seconds[0] >= TIMEOUT / 2
+        assert seconds[3] - seconds[0] < TIMEOUT / 2
 
 
 def test_the_sample_is_named_with_its_rank(ranks):

@@ -5,11 +5,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from builders import trajectory, turn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loader_cases import each_once, names_in, numbered, numbered_samples, write_store
 
 from rlbatch.alignment import require_aligned
+from rlbatch.assemble import to_samples
 from rlbatch.collate import Padding
 from rlbatch.errors import RecordError, SoundnessError, StorageError
 from rlbatch.loader import Checks, Feed, RolloutLoader, Steps
@@ -70,6 +72,35 @@ def test_a_step_says_what_all_ranks_hold_together(store):
             assert batch.step.num_tokens == sum(map(len, members))
         assert sum(batch.num_loss_tokens for batch in of_step) == trained
         assert sum(batch.num_trajectories for batch in of_step) == len(members)
+
+
+def branched(number):
+    """A trajectory whose second prompt does not extend the first: two samples of one turn each."""
+    turns = [turn([first, 5], [number % 90 + 1, 2], [-0.5, -0.25]) for first in (1, 3)]
+    return to_samples(trajectory(*turns, trajectory_id=f"t{number}", advantage=1.0))
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+def test_what_one_trajectory_became_comes_in_one_step_that_counts_it_once(tmp_path, seed):
+    # Three trajectories of two samples and one of one; a step of three has room for one of the former.
+    samples = [*branched(0), *branched(1), *branched(2), numbered(9)]
+    store = write_store(tmp_path / "store", samples)
+    (loader,) = loaders(store, 1, steps={"step_samples": 3, "seed": seed})
+    batches = list(loader)
+    assert each_once(batches, samples)
+    steps_of = {name: set() for name in ("t0", "t1", "t2", "t9")}
+    for batch in batches:
+        for ref in batch.refs:
+            steps_of[ref.trajectory_id].add(batch.step.step)
+    assert all(len(steps) == 1 for steps in steps_of.values())
+    for number in range(loader.num_steps):
+        of_step = [batch for batch in batches if batch.step.step == number]
+        members = sum({number} == steps for steps in steps_of.values())
+        assert {batch.step.num_trajectories for batch in of_step} == {members}
+        assert sum(batch.num_trajectories for batch in of_step) == members
+    # In stored order the single one still fits behind the last pair.
+    if seed is None:
+        assert [steps_of[name] for name in ("t0", "t1", "t2", "t9")] == [{0}, {1}, {2}, {2}]
 
 
 def test_ranks_that_judge_by_other_versions_can_be_told(tmp_path):

@@ -241,3 +241,26 @@ def test_header_above_the_cap_is_not_written(tmp_path: Path, monkeypatch: pytest
         write_shard(tmp_path / "a.safetensors", [plain_sample(1)])
     assert caught.value.code == "write-failed"
     assert names(tmp_path) == []
+
+
+def test_a_directory_belongs_to_one_writer_from_the_moment_it_is_opened(tmp_path: Path) -> None:
+    with open_writer(tmp_path) as writer:
+        with pytest.raises(StorageError, match="found:    one that a writer is filling") as caught:
+            open_writer(tmp_path)
+        assert caught.value.code == "file-unusable"
+        writer.append(plain_sample(0))
+    with pytest.raises(StorageError, match="directory without"):
+        open_writer(tmp_path)
+
+
+def test_a_writer_that_gave_up_before_its_first_shard_leaves_the_directory_free(tmp_path: Path) -> None:
+    def fails() -> None:
+        with open_writer(tmp_path) as writer:
+            writer.append(plain_sample(0))
+            raise LookupError
+
+    with pytest.raises(LookupError):
+        fails()
+    with open_writer(tmp_path) as writer:
+        writer.append(plain_sample(1))
+    assert identical(open_reader(tmp_path)[0], plain_sample(1))

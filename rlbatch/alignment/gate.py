@@ -37,7 +37,7 @@ class _Step:
     verdict: Verdict | None = None
 
     def verify(self) -> Verdict:
-        """Judge all batches, once; the same on every rank of the group.
+        """Judge all batches, once; the same on every rank of the group, again and again.
 
         Raises:
             AlignmentError: a finding of error level, on this rank or another.
@@ -55,7 +55,12 @@ class _Step:
                     raise
                 judge.findings += _told_by(error)
             occasion = _occasion(self.measured, is_whole=self.is_whole, is_early=False)
-            self.verdict = _together(judge, self.group, occasion)
+            try:
+                self.verdict = _together(judge, self.group, occasion)
+            except AlignmentError as error:
+                # Asked again, this rank would wait anew, for ranks that may be at another step by now.
+                self.verdict = Verdict(findings=error.findings, judged=False, metrics={})
+                raise
         if self.verdict.errors:
             raise AlignmentError.of(*self.verdict.errors)
         return self.verdict

@@ -23,8 +23,10 @@ class Steps:
     """Which samples share an optimiser step, and how the ranks share it. The same on all ranks but `rank`."""
 
     step_samples: int = 1024
-    """Samples of one step, over all ranks; the last of an epoch may have fewer. They are checked before the
-    first is handed over, and packed together: some hundreds are needed to fill batches well."""
+    """Samples of one step, over all ranks, at most; they are checked before the first is handed over, and
+    packed together: some hundreds are needed to fill batches well. What one trajectory became comes in one
+    step, which has more samples where that is more. Of a store that is followed each step but the last has
+    exactly so many, and may cut a trajectory apart."""
     seed: int | None = None
     """Shuffles each epoch anew, by seed and epoch alone; None: stored order."""
     keep_groups: KeepGroups = "no"

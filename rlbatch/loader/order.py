@@ -1,17 +1,14 @@
-"""Which samples are a step: runs of the stored or shuffled order, with groups kept whole where asked.
+"""Which samples are a step: runs of the stored or shuffled order, where parts of one whole stay together.
 
-Indices only; nothing is read here but columns.
+Indices only; knows no sample.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlbatch.loader.options import Steps
-
-LOOSE = ""
-"""The group id of a sample that is of no group."""
 
 
 class Order:
@@ -20,16 +17,17 @@ class Order:
     Args:
         num_samples: N.
         steps: how it is cut.
-        group_ids: [N] where groups are kept whole; `LOOSE` where there is none.
+        wholes: [N] of which whole each sample is a part that comes in one step; None: of none. None in place
+            of the list where no sample is of any.
 
     Example:
-        6 samples of groups a b a b c c, step_samples 4, groups whole: [0, 2, 1, 3], [4, 5]
+        6 samples of the groups a b a b c c, step_samples 4: [0, 2, 1, 3], [4, 5]
     """
 
-    def __init__(self, num_samples: int, steps: Steps, *, group_ids: Sequence[str] | None = None) -> None:
+    def __init__(self, num_samples: int, steps: Steps, *, wholes: Sequence[Hashable] | None = None) -> None:
         self._steps = steps
         self._units = (
-            [np.array([index]) for index in range(num_samples)] if group_ids is None else _units(group_ids)
+            [np.array([index]) for index in range(num_samples)] if wholes is None else _units(wholes)
         )
         self._of_epoch: tuple[int, list[list[int]]] | None = None
 
@@ -46,7 +44,7 @@ class Order:
             units = [units[at] for at in rng.permutation(len(units)).tolist()]
         steps: list[list[int]] = []
         for unit in units:
-            # A group larger than a step is a step of its own.
+            # A whole larger than a step is a step of its own.
             if steps and len(steps[-1]) + len(unit) <= self._steps.step_samples:
                 steps[-1] += unit.tolist()
             else:
@@ -54,9 +52,9 @@ class Order:
         return steps
 
 
-def _units(group_ids: Sequence[str]) -> list[NDArray[np.int64]]:
-    """The samples of each group, in the order of the groups' first ones; loose samples alone."""
-    members: dict[str | int, list[int]] = {}
-    for index, group in enumerate(group_ids):
-        members.setdefault(index if group == LOOSE else group, []).append(index)
+def _units(wholes: Sequence[Hashable]) -> list[NDArray[np.int64]]:
+    """The samples of each whole, in the order of the wholes' first ones; the others alone."""
+    members: dict[Hashable, list[int]] = {}
+    for index, whole in enumerate(wholes):
+        members.setdefault(index if whole is None else whole, []).append(index)
     return [np.array(unit, np.int64) for unit in members.values()]

@@ -7,7 +7,8 @@ from typing import Any, TypeAlias
 from rlbatch.errors import RecordError
 from rlbatch.records.structure import check_scalar
 
-STATE_VERSION = 1
+STATE_VERSION = 2
+"""2: the samples of one trajectory come in one step."""
 
 Plan: TypeAlias = list[list[list[int]]]
 """[rank][batch] -> samples."""

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from threading import Event
 
+import numpy as np
+
 from rlbatch.loader.checking import Candidates
 from rlbatch.loader.options import Steps
 from rlbatch.loader.order import Order
@@ -39,8 +41,7 @@ class Store:
             self._follower = ShardFollower(path, timeout_s=steps.follow_timeout_s)
         else:
             self._take(open_reader(path))
-            group_ids = None if steps.keep_groups == "no" else self.reader.group_ids()
-            self._order = Order(len(self.reader), steps, group_ids=group_ids)
+            self._order = Order(len(self.reader), steps, wholes=_wholes(self.reader, steps))
 
     @property
     def reader(self) -> ShardReader:
@@ -157,6 +158,21 @@ class Store:
             first = self._first_of.setdefault(sample_id, index)
             if first != index:
                 self._repeats[index] = first
+
+
+def _wholes(reader: ShardReader, steps: Steps) -> list[tuple[str, str] | None] | None:
+    """[N] the group of each sample where groups are kept, else its trajectory where that became several."""
+    branched = np.flatnonzero(reader.num_siblings > 1).tolist()
+    if steps.keep_groups == "no" and not branched:
+        return None
+    wholes: list[tuple[str, str] | None] = [None] * len(reader)
+    trajectory_ids = reader.trajectory_ids() if branched else []
+    for index in branched:
+        wholes[index] = "trajectory", trajectory_ids[index]
+    if steps.keep_groups != "no":
+        for index, group in enumerate(reader.group_ids()):
+            wholes[index] = ("group", group) if group else wholes[index]
+    return wholes
 
 
 def _checksum(seals: Sequence[str]) -> str:

@@ -16,7 +16,8 @@ class StepInfo:
     """Micro-batches of each rank in this step, fillers included."""
     num_samples: int
     num_trajectories: int
-    """Distinct ones among the samples of the step. Steps that share a trajectory count it each."""
+    """Distinct ones among the samples of the step: what a mean over trajectories divides by. A loader keeps
+    the samples of one together, but for stores that it follows; steps that share one count it each."""
     num_tokens: int
     """Without padding."""
     num_loss_tokens: int

@@ -6,6 +6,7 @@ a temporary one: a leftover, which readers ignore and list. Knows nothing of wha
 """
 
 import errno
+import fcntl
 import os
 import re
 import secrets
@@ -26,6 +27,9 @@ END_NAME = "shards.end"
 
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
 """What file systems without hard links say; there two writers of one name can race."""
+
+_NO_LOCKS = (errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
+"""What file systems say that lock no directories, NFS among them."""
 
 # .000003.safetensors.tmp-4711-9f86d081: the name to be, who writes it, and a part that no other writer has.
 _LEFTOVER = re.compile(r"\..+\.tmp-[0-9]+-[0-9a-f]{8}")
@@ -159,6 +163,34 @@ def make_directory(directory: Path) -> None:
             expected="a directory, or a place to make one",
             found=reason(error),
         ) from error
+
+
+def claim_directory(directory: Path) -> int:
+    """Keep other writers out of a directory until the handle that is given is closed, or the process is gone.
+
+    Where the file system has no locks nobody is kept out; then the second shard of one name is refused.
+
+    Raises:
+        StorageError: file-unusable, another writer has it.
+    """
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(handle)
+        raise refusal(
+            "file-unusable",
+            directory,
+            expected="a directory that no writer has open",
+            found="one that a writer is filling",
+            likely="two writers share a directory",
+            fix="give each writer a directory of its own",
+        ) from error
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            os.close(handle)
+            raise unusable(directory, error) from error
+    return handle
 
 
 def _place(temporary: Path, path: Path) -> None:

@@ -161,6 +161,19 @@ class ShardReader:
         """
         return self._texts("group_id", 0)
 
+    def trajectory_ids(self) -> list[str]:
+        """[N] the id of each sample's trajectory.
+
+        Raises:
+            StorageError: shard-altered.
+        """
+        return self._texts("trajectory_id", 0)
+
+    @property
+    def num_siblings(self) -> NDArray[np.int64]:
+        """[N] how many samples each sample's trajectory became."""
+        return np.concatenate([shard.num_siblings for shard in self._shards])
+
     def _texts(self, name: str, start: int) -> list[str]:
         shards = zip(self._shards, self._firsts.tolist(), strict=False)
         return [text for shard, first in shards if first >= start for text in shard.texts(name)]

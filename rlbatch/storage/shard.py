@@ -92,6 +92,11 @@ class Shard:
         return self._contents.provenances
 
     @property
+    def num_siblings(self) -> NDArray[np.int64]:
+        """[N] how many samples each sample's trajectory became."""
+        return self._arrays["num_siblings"]
+
+    @property
     def is_verified(self) -> bool:
         """Every array was compared with its checksum."""
         return not self._unverified

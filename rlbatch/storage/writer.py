@@ -5,6 +5,8 @@ Shards are written once and whole; nothing is ever added to one. Values are stor
 """
 
 import json
+import os
+import weakref
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -18,6 +20,7 @@ from rlbatch.storage.end import End, shard_name
 from rlbatch.storage.files import (
     END_NAME,
     Listing,
+    claim_directory,
     list_directory,
     make_directory,
     refusal,
@@ -61,8 +64,8 @@ def open_writer(
         max_tokens: tokens a shard, at most; a longer sample gets a shard to itself.
 
     Raises:
-        StorageError: file-unusable, the directory holds shards already; write-failed, it cannot be made, or a
-            bound is below 1.
+        StorageError: file-unusable, the directory holds shards already, or another writer has it open;
+            write-failed, it cannot be made, or a bound is below 1.
 
     Example:
         with open_writer("rollouts") as writer:
@@ -97,6 +100,7 @@ class ShardWriter:
         self._num_written = 0
         self._start()
         make_directory(directory)
+        self._let_go = weakref.finalize(self, os.close, claim_directory(directory))
         listing = list_directory(directory)
         _require_unused(directory, listing)
         self.leftovers = listing.leftovers
@@ -118,6 +122,7 @@ class ShardWriter:
                 )
         finally:
             self._closed = True
+            self._let_go()
 
     def append(self, sample: Sample) -> None:
         """Take one sample; where it would not fit, what was collected is written first.
