@@ -231,7 +231,9 @@ def test_older_and_unknown_versions_only_warn_broken_down_by_age():
         batch, truth = offset_batch(0.45, 1200, version=version)
         verdict = verdict_of(batch, truth, trainer_version=trainer_version)
         severity = "error" if version == trainer_version else "warning"
-        assert codes(verdict) == [("kld-high", severity)]
+        # Without a version the second warning says why the first is no error.
+        doubt = [("version-unknown", "warning")] if version is None else []
+        assert codes(verdict) == [("kld-high", severity), *doubt]
         assert any(name in key for key in verdict.metrics)
 
 
@@ -295,6 +297,36 @@ def test_how_sure_a_mean_is_by_hand():
 def test_ages_count_versions_and_the_future_is_unknown():
     assert [age_of(version, 5) for version in (5, 3, -1, 6)] == [0, 2, -1, -1]
     assert age_of(-1, None) == 0
+
+
+def test_data_of_weights_that_the_trainer_does_not_have_yet_is_an_error_whatever_its_values():
+    batch = batch_of(TRUTH, version=7)
+    (found,) = verdict_of(batch, TRUTH, trainer_version=2).findings
+    assert (found.code, found.severity) == ("version-ahead", "error")
+    assert (found.where.sample, found.expected) == (0, "versions up to the trainer's 2")
+    assert found.found == "version 7 in 1 of 1 turns of the batch"
+    for newest in (7, 8, None):
+        assert codes(verdict_of(batch, TRUTH, trainer_version=newest)) == []
+    untrained = replace(batch, loss_mask=torch.zeros_like(batch.loss_mask))
+    assert codes(verdict_of(untrained, [], trainer_version=2)) == []
+    # The cause of what else is wrong with it is told as well.
+    moved = batch_of([-0.9, *TRUTH[:-1]], version=7)
+    assert codes(verdict_of(moved, TRUTH, trainer_version=2)) == [
+        ("version-ahead", "error"),
+        ("shifted", "error"),
+    ]
+
+
+def test_versions_that_nobody_says_beside_a_trainers_are_told_once_a_step():
+    batch = batch_of(TRUTH)
+    trainer = trainer_for(batch, TRUTH)
+    (found,) = require_aligned([batch] * 3, [trainer] * 3, trainer_version=3)[0].warnings
+    assert (found.code, found.severity) == ("version-unknown", "warning")
+    assert found.found == "none in any turn, 24 tokens"
+    assert "policy_versions" in found.fix
+    assert require_aligned(batch, trainer, trainer_version=None).warnings == ()
+    known = batch_of(TRUTH, version=3)
+    assert require_aligned([batch, known], [trainer] * 2, trainer_version=3)[0].warnings == ()
 
 
 def test_a_gross_mismatch_without_a_cause_is_unexplained_and_strangers_are_at_any_age():

@@ -97,7 +97,9 @@ def test_the_same_ids_at_other_logprobs_are_no_duplicates(clean):
 def test_versions_are_held_against_the_bound_where_both_numbers_are_known(clean):
     assert told(clean, max_version_lag=3) == [("version-too-old", index) for index in range(12)]
     assert told(clean, max_version_lag=None) == []
-    assert told(clean, trainer_version=TRAINER_VERSION - 5) == []
+    # All are of version 96, which a trainer at 95 does not have yet.
+    assert told(clean, trainer_version=TRAINER_VERSION - 4) == []
+    assert told(clean, trainer_version=TRAINER_VERSION - 5) == [("version-ahead", at) for at in range(12)]
 
 
 @pytest.mark.parametrize(
@@ -135,6 +137,35 @@ def test_old_tokens_that_nobody_trains_and_unknown_versions_are_not_too_old(clea
     untrained = replace(clean[0], loss_mask=np.zeros(len(clean[0]), bool))
     unknown = replace(clean[1], policy_version=np.full(len(clean[1]), -1, np.int32))
     assert told([untrained, unknown, clean[2]], max_version_lag=3, group_size=3) == [("version-too-old", 2)]
+
+
+def test_weights_that_the_trainer_does_not_have_yet_are_named_with_the_tokens(clean):
+    versions = clean[2].policy_version.copy()
+    versions[4:9] = [101, 103, 102, 102, 101]
+    bad = replace(clean[2], policy_version=versions)
+    found = [
+        each
+        for each in check_sound([bad], purpose="train", trainer_version=100)
+        if each.code == "version-ahead"
+    ]
+    assert [(each.severity, each.where.start, each.where.stop) for each in found] == [("error", 4, 9)]
+    assert found[0].found == "version 103, 3 ahead, 5 of 20 tokens"
+    with pytest.raises(SoundnessError, match="version-ahead"):
+        require_sound([bad], trainer_version=100)
+    audit = check_sound([bad], purpose="audit", trainer_version=100)
+    assert {each.severity for each in audit} == {"warning"}
+    assert "version-ahead" not in {each.code for each in check_sound([bad], purpose="train")}
+
+
+def test_samples_of_which_none_says_a_version_are_told_once_where_the_trainer_has_one(clean):
+    lost = [replace(each, policy_version=np.full(len(each), -1, np.int32)) for each in clean]
+    (found,) = check_sound(lost, purpose="train", trainer_version=3)
+    assert (found.code, found.severity) == ("version-unknown", "warning")
+    assert found.found == "none at any of 240 trained tokens in 12 samples"
+    require_sound(lost, trainer_version=3)
+    assert check_sound(lost, purpose="train") == ()
+    # One that has a version shows that it can be said, and the gate tells the others apart.
+    assert check_sound([*lost[1:], clean[0]], purpose="train", trainer_version=100) == ()
 
 
 def test_a_gap_is_told_with_its_place(clean):

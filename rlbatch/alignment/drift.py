@@ -133,7 +133,7 @@ def age_of(version: int, trainer_version: int | None) -> int:
 
 
 def drift_findings(by_age: Mapping[int, Sums], limits: Limits) -> Iterator[Finding]:
-    """`kld-high` for each age with enough tokens, an error only for current ones; and `stale`."""
+    """`kld-high` for each age with enough tokens, an error for current ones; `version-unknown`, `stale`."""
     for age, sums in sorted(by_age.items()):
         kld = sums.mean(sums.sum_k3_capped)
         if sums.num_tokens < limits.min_tokens or kld <= limits.kld_warning:
@@ -147,6 +147,12 @@ def drift_findings(by_age: Mapping[int, Sums], limits: Limits) -> Iterator[Findi
             found=f"{kld:.4g} over {int(sums.num_tokens)} tokens of {age_text(age)}; "
             f"uncapped {sums.mean(sums.sum_k3):.4g}, "
             f"mean |log_ratio| {sums.mean(sums.sum_abs_log_ratio):.4g}",
+        )
+    if set(by_age) == {UNKNOWN_AGE}:
+        yield finding(
+            "version-unknown",
+            expected="versions to hold against the trainer's",
+            found=f"none in any turn, {int(by_age[UNKNOWN_AGE].num_tokens)} tokens",
         )
     stale = stale_finding(by_age, limits)
     if stale is not None:

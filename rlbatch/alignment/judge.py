@@ -83,6 +83,7 @@ class Judge:
         inquiry = Inquiry(
             measured=measured, table=table, comparable=comparable, ages=ages, logits_for=self.logits_for
         )
+        ahead = self._refuse_ahead(measured, table)
         told = inquiry.exact()
         looked = self._look(inquiry, set(told))
         single = inquiry.single([*told, *looked])
@@ -100,7 +101,7 @@ class Judge:
         self.findings += [
             _incomparable(measured, int(index)) for index in np.flatnonzero(refused & ~explained)
         ]
-        kept = comparable & ~explained
+        kept = comparable & ~explained & ~ahead
         tails = kept & (table[:, COLUMN["max_abs_log_ratio"]] > self.limits.ratio_tail)
         for at in np.flatnonzero(tails).tolist():
             self._pool_of(batch.provenances[at]).findings.append(
@@ -156,6 +157,17 @@ class Judge:
             judged=self.all_comparable and not doubtful and self.drift.judged(self.limits),
             metrics=metrics(self.drift, self.num_excluded_segments),
         )
+
+    def _refuse_ahead(self, measured: Measured, table: NDArray[np.float64]) -> NDArray[np.bool_]:
+        """[G]; trained segments of weights that the trainer does not have yet: of no known age."""
+        newest = self.trainer_version
+        if newest is None:
+            return np.zeros(len(table), bool)
+        versions = np.array(measured.batch.segment_versions, np.int64)
+        ahead: NDArray[np.bool_] = (versions > newest) & (table[:, COLUMN["count"]] > 0)
+        if ahead.any():
+            self.findings.append(_version_ahead(measured, np.flatnonzero(ahead).tolist(), newest))
+        return ahead
 
     def _count(self, measured: Measured, table: NDArray[np.float64]) -> None:
         trained = measured.num_trained()
@@ -232,6 +244,18 @@ def _incomparable(measured: Measured, index: int) -> Finding:
         where=place_of(batch, index, measured.number),
         expected="logprobs that the trainer can compute from its logits and a temperature alone",
         found=f"{provenance.logprobs_mode} logprobs of tokens sampled with {in_force(provenance)}",
+    )
+
+
+def _version_ahead(measured: Measured, ahead: Sequence[int], newest: int) -> Finding:
+    batch = measured.batch
+    found = max(batch.segment_versions[at] for at in ahead)
+    return finding(
+        "version-ahead",
+        severity="warning" if batch.purpose == "audit" else "error",
+        where=place_of(batch, ahead[0], measured.number),
+        expected=f"versions up to the trainer's {newest}",
+        found=f"version {found} in {len(ahead)} of {len(batch.host_segments)} turns of the batch",
     )
 
 

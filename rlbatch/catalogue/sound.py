@@ -170,6 +170,25 @@ ENTRIES = (
         fix="leave them out (the loader can set them aside), sample again, or allow a larger max_version_lag",
     ),
     Entry(
+        code="version-ahead",
+        level="sound",
+        severity="error",
+        symptom="Tokens were drawn by weights that are newer than the trainer's.",
+        check="policy_version of trained tokens against trainer_version: no data can be newer.",
+        likely="trainer_version was not counted up after an update, or is the number of the epoch",
+        fix="pass the number of the weights that the trainer has now, counted as the engine's labels count",
+    ),
+    Entry(
+        code="version-unknown",
+        level="sound",
+        severity="warning",
+        symptom="A trainer_version is given, and no trained token says which weights drew it.",
+        check="policy_version -1 at all trained tokens, where trainer_version is a number.",
+        likely="turns were made without policy_versions: their age is not known, and a high KLD only a warning",
+        fix="give each Turn policy_versions=(VersionSpan(label=str(version), start=0, stop=length),), or "
+        "trainer_version=None where the trainer's weights are those that sampled",
+    ),
+    Entry(
         code="version-gap",
         level="sound",
         severity="warning",

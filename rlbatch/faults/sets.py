@@ -74,6 +74,16 @@ def _version_too_old(sample: Sample, rng: np.random.Generator) -> Sample:
     return replace(sample, policy_version=np.where(sample.turn >= 0, np.int32(0), np.int32(-1)))
 
 
+def _version_ahead(sample: Sample, rng: np.random.Generator) -> Sample:
+    newer = np.int32(TRAINER_VERSION + 1)
+    return replace(sample, policy_version=np.where(sample.turn >= 0, newer, np.int32(-1)))
+
+
+def _versions_lost(samples: list[Sample], chosen: list[int]) -> list[Sample]:
+    # All of them, whatever the share: it lies in how turns are made.
+    return [replace(each, policy_version=np.full(len(each), -1, np.int32)) for each in samples]
+
+
 def _stale(samples: Sequence[Sample], rng: np.random.Generator) -> list[Sample]:
     # Every other one is current, the others one to four versions old: each update moves the logits as much.
     ages = [at // 2 % MAX_AGE + 1 if at % 2 else 0 for at in range(len(samples))]
@@ -114,5 +124,15 @@ SETS: tuple[SetFault | Fault, ...] = (
         code="version-too-old",
         story="A server missed all updates of its weights.",
         corrupt=_version_too_old,
+    ),
+    Fault(
+        code="version-ahead",
+        story="The trainer's version was not counted up after its update.",
+        corrupt=_version_ahead,
+    ),
+    SetFault(
+        code="version-unknown",
+        story="Turns were made by hand, without the versions of the weights that drew them.",
+        spoil=_versions_lost,
     ),
 )

@@ -31,7 +31,13 @@ from rlbatch.soundness.tokens import (
     mask_without_logprob,
     token_out_of_range,
 )
-from rlbatch.soundness.versions import version_gap, version_mixed, version_too_old
+from rlbatch.soundness.versions import (
+    version_ahead,
+    version_gap,
+    version_mixed,
+    version_too_old,
+    version_unknown,
+)
 
 PART_TOKENS = 2**18
 """Tokens that are looked at together: their arrays stay in a core's cache from check to check."""
@@ -53,6 +59,7 @@ CHECKS: tuple[Callable[[Subject], Iterator[Finding]], ...] = (
     greedy_sampled,
     incomparable,
     version_too_old,
+    version_ahead,
     version_gap,
     version_mixed,
     turn_prefix_broken,
@@ -161,6 +168,7 @@ def _findings(members: Members) -> tuple[Finding, ...]:
         # Sample by sample, as they lie in the list, and of one sample in the order of the checks.
         place = {(origin.path, origin.index): at for at, origin in enumerate(members.origins)}
         findings.sort(key=lambda found: place[found.where.path, found.where.sample or 0])
+    findings += version_unknown(members)
     if not num_trained:
         findings.append(_nothing_trained(members))
     return tuple(findings)

@@ -6,9 +6,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlbatch.catalogue import finding
-from rlbatch.errors import Finding, Severity
-from rlbatch.records import UNKNOWN_VERSION
-from rlbatch.soundness.subject import Subject
+from rlbatch.errors import Finding, Severity, Where
+from rlbatch.records import UNKNOWN_VERSION, Purpose
+from rlbatch.soundness.subject import Members, Subject
 
 
 def version_too_old(subject: Subject) -> Iterator[Finding]:
@@ -22,10 +22,49 @@ def version_too_old(subject: Subject) -> Iterator[Finding]:
         oldest = int(version[subject.tokens_of(run)][tokens].min())
         yield finding(
             "version-too-old",
-            severity=_severity(subject),
+            severity=_severity(subject.expected.purpose),
             where=subject.where_run(run, tokens),
             expected=f"at most {most} versions behind the trainer's {newest}",
             found=f"version {oldest}, {newest - oldest} behind{_share(subject, run, tokens)}",
+        )
+
+
+def version_ahead(subject: Subject) -> Iterator[Finding]:
+    """Trained tokens of weights that the trainer does not have yet."""
+    newest = subject.expected.trainer_version
+    if newest is None:
+        return
+    version = subject.policy_version
+    for run, tokens in subject.by_run(
+        np.flatnonzero((version > newest) & subject.loss_mask & subject.sampled)
+    ):
+        found = int(version[subject.tokens_of(run)][tokens].max())
+        yield finding(
+            "version-ahead",
+            severity=_severity(subject.expected.purpose),
+            where=subject.where_run(run, tokens),
+            expected=f"versions up to the trainer's {newest}",
+            found=f"version {found}, {found - newest} ahead{_share(subject, run, tokens)}",
+        )
+
+
+def version_unknown(members: Members) -> Iterator[Finding]:
+    """Samples of which none says a version, beside a trainer that has one."""
+    newest = members.expected.trainer_version
+    if newest is None:
+        return
+    num_trained = 0
+    for sample in members.samples:
+        versions = sample.policy_version[sample.loss_mask]
+        if (versions != UNKNOWN_VERSION).any():
+            return
+        num_trained += len(versions)
+    if num_trained:
+        yield finding(
+            "version-unknown",
+            where=Where(path=members.origins[0].path),
+            expected=f"versions to hold against the trainer's {newest}",
+            found=f"none at any of {num_trained} trained tokens in {len(members.samples)} samples",
         )
 
 
@@ -62,8 +101,8 @@ def version_mixed(subject: Subject) -> Iterator[Finding]:
         )
 
 
-def _severity(subject: Subject) -> Severity:
-    return "warning" if subject.expected.purpose == "audit" else "error"
+def _severity(purpose: Purpose) -> Severity:
+    return "warning" if purpose == "audit" else "error"
 
 
 def _share(subject: Subject, run: int, tokens: NDArray[np.intp]) -> str:
