@@ -107,6 +107,7 @@ def test_residuals_are_the_means_of_the_pairs_at_each_lag(length, lost):
         ("trainer", -rng.exponential(1, length)),
         ("inference", -rng.exponential(9, length)),
         ("trained", trained),
+        ("known_residuals", {}),
     ):
         object.__setattr__(evidence, name, values)
     lags = range(-length - 1, length + 2)
