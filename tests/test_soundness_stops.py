@@ -66,6 +66,9 @@ def test_a_turn_or_a_tail_that_is_left_untrained_on_purpose_is_sound():
     assert told(untrained(made([1, 5], [7, 8, 2]), 2, 3, 4), others) == []
     assert told(untrained(made([1, 5], [7, 8, 2]), 3, 4), others) == []
     assert told(untrained(made([1, 5], [7, 8, 9], finish="length"), 4), others) == []
+    # A turn of nothing but its stop token: what is before it, and trained, is of another turn.
+    (joined,) = to_samples(trajectory(turn([1, 5], [7, 2], HOW), turn([1, 5, 7, 2], [2], HOW)))
+    assert told(untrained(joined, 4), others) == []
 
 
 def test_tokens_after_a_stop_token():
