@@ -156,6 +156,11 @@ def test_sixteen_distinct_bf16_values_are_no_chance(count, expected):
     assert check_sound([one_off], purpose="train") == ()
 
 
+def test_a_value_off_the_grid_behind_sixteen_on_it_is_enough_to_tell():
+    values = [*as_bf16(-np.exp(np.linspace(-3, 2, 16))).tolist(), -0.1]
+    assert check_sound([sample([1, 5], list(range(10, 27)), values)], purpose="train") == ()
+
+
 def test_round_numbers_that_repeat_are_no_rounding():
     assert check_sound([sample([1, 5], [7] * 60, [-0.5, 0.0, -0.25, -1.0] * 15)], purpose="train") == ()
 
