@@ -48,6 +48,15 @@ def test_a_model_without_bos_is_not_asked_for_one():
     assert told(made([5, 6], [7, 2], how=plain), made([1, 1], [8, 2], "b", how=plain)) == []
 
 
+def test_a_sample_begins_as_its_first_turn_says():
+    # The second turn came from a server whose tokenizer begins with 3; its prompt is what was there before.
+    other = replace(HOW, bos_token_id=3)
+    turns = {how: turn([1, 5], [7, 2], how) for how in (HOW, other)}
+    for first, second, expected in ((HOW, other, []), (other, HOW, [("bos-missing", 0, 0, 1)])):
+        (joined,) = to_samples(trajectory(turns[first], turn([1, 5, 7, 2, 9], [8, 2], second)))
+        assert told(joined) == expected
+
+
 def untrained(sample, *tokens):
     mask = sample.loss_mask.copy()
     mask[list(tokens)] = False
