@@ -256,9 +256,11 @@ def test_a_directory_belongs_to_one_writer_from_the_moment_it_is_opened(tmp_path
 
 
 def test_a_writer_that_gave_up_before_its_first_shard_leaves_the_directory_free(tmp_path: Path) -> None:
+    gave_up = open_writer(tmp_path)
+
     def fails() -> None:
-        with open_writer(tmp_path) as writer:
-            writer.append(plain_sample(0))
+        with gave_up:
+            gave_up.append(plain_sample(0))
             raise LookupError
 
     with pytest.raises(LookupError):
