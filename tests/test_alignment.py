@@ -91,6 +91,30 @@ def test_one_odd_token_at_an_edge_is_no_shift():
     assert codes(verdict_of(batch, [*peaked, -0.001])) == []
 
 
+@pytest.mark.parametrize("side", ["trainer", "inference"])
+@pytest.mark.parametrize("edge", [slice(0, 2), slice(-2, None)])
+def test_odd_tokens_at_an_edge_are_no_shift_whoever_has_them(side, edge):
+    # At lag +2 or -2 all else fits as well, and the two are left out: only one side of the pairs tells.
+    peaked = np.full(16, -0.001)
+    odd = peaked.copy()
+    odd[edge] = -3.0
+    inference, trainer = (peaked, odd) if side == "trainer" else (odd, peaked)
+    assert "shifted" not in dict(codes(verdict_of(batch_of(inference.tolist()), trainer.tolist())))
+
+
+def test_a_lag_that_tokens_speak_against_is_no_shift():
+    # Lag +1 moves the two wild values of the trainer onto those of the engine, and leaves 0.06 nats where lag
+    # 0 leaves 0.8. Yet two further tokens lie where they belong, and would be off by 0.3 nats on both sides.
+    trainer, inference = np.full(20, -0.5), np.full(20, -0.5)
+    trainer[[4, 9]], inference[[3, 8]] = -6.5, -6.5
+    trainer[[13, 16]] = inference[[13, 16]] = -0.8
+    assert "shifted" not in dict(codes(verdict_of(batch_of(inference.tolist()), trainer.tolist())))
+    # Without those two nothing speaks against it.
+    for values in (trainer, inference):
+        values[[13, 16]] = -0.5
+    assert "shifted" in dict(codes(verdict_of(batch_of(inference.tolist()), trainer.tolist())))
+
+
 def test_constant_logprobs_suggest_no_lag():
     assert verdict_of(batch_of([0.0] * 6), [0.0] * 6).findings == ()
     assert verdict_of(batch_of([-1.0] * 6), [-1.0] * 6).findings == ()
@@ -295,7 +319,7 @@ def test_how_sure_a_mean_is_by_hand():
 
 
 def test_ages_count_versions_and_the_future_is_unknown():
-    assert [age_of(version, 5) for version in (5, 3, -1, 6)] == [0, 2, -1, -1]
+    assert [age_of(version, 5) for version in (5, 3, -1, 6, 9)] == [0, 2, -1, -1, -1]
     assert age_of(-1, None) == 0
 
 
@@ -445,6 +469,14 @@ def test_each_age_needs_tokens_of_its_own_to_be_judged():
     assert judge.verdict().judged is False
 
 
+@pytest.mark.parametrize(("nats", "expected"), [(19.9, []), (20.1, [("ratio-tail", "warning")])])
+def test_the_tail_begins_where_the_limit_says(nats, expected):
+    # One token of 200, as a kernel or a router may spoil it: the mean stays far below every other limit.
+    truth = TRUTH * 25
+    moved = [*truth[:5], truth[5] - nats, *truth[6:]]
+    assert codes(verdict_of(batch_of(moved), truth)) == expected
+
+
 def test_one_token_beyond_the_tail_is_pointed_out():
     truth = [*TRUTH, *TRUTH]
     batch = batch_of([*truth[:5], -91.0, *truth[6:]])
@@ -554,6 +586,58 @@ def test_tool_tokens_between_turns_change_no_figure():
         batch = collate(to_samples(trajectory(*turns)), layout="packed")
         metrics.append(verdict_of(batch, [value + 0.01 for value in TRUTH] + [-1.0]).metrics)
     assert metrics[0] == pytest.approx(metrics[1])
+
+
+def test_what_a_trainer_logs_by_hand():
+    # Half of the tokens 0.02 nats more probable under the trainer, half 0.01 less: k1 is inference - trainer.
+    moved = [value + step for value, step in zip(TRUTH, [0.02, -0.01] * 4, strict=True)]
+    metrics = verdict_of(batch_of(TRUTH), moved).metrics
+    ratios = np.exp([0.02, -0.01])
+    expected = {
+        "num_tokens/sum": 8,
+        "num_excluded_segments/sum": 0,
+        "k1/mean": -0.005,
+        "abs_log_ratio/mean": 0.015,
+        "abs_log_ratio/max": 0.02,
+        "ratio/mean": ratios.mean(),
+        "inference_kld/mean": (ratios - 1 - [0.02, -0.01]).mean(),
+    }
+    for name, value in expected.items():
+        assert metrics[f"rlbatch/{name}"] == pytest.approx(value, rel=1e-3), name
+    shifted = verdict_of(batch_of([-0.9, *TRUTH[:-1]]), TRUTH).metrics
+    assert shifted["rlbatch/num_excluded_segments/sum"] == 1
+    assert shifted["rlbatch/num_tokens/sum"] == 0
+
+
+def test_a_turn_that_cannot_be_compared_gives_the_loss_no_ratio():
+    # The second row was drawn under a grammar; its logprobs are of a set that the trainer does not know.
+    grammar = provenance(sampling=SamplingParams(temperature=1.0, structured_output=True))
+    rows = [
+        sample([1, 5], IDS, TRUTH, provenance=how, trajectory_id=name)
+        for name, how in (("a", provenance()), ("b", grammar))
+    ]
+    batch = collate(rows, layout="padded", purpose="audit")
+    trainer = torch.zeros(batch.shape)
+    trainer[batch.loss_mask] = torch.tensor(TRUTH + [value - 1 for value in TRUTH])
+    alignment = require_aligned(batch, trainer, trainer_version=None)
+    assert alignment.compared.sum(dim=1).tolist() == [8, 0]
+    assert (alignment.ratio[1] == 1).all()
+    assert (alignment.log_ratio[1] == 0).all()
+
+
+def test_the_largest_of_a_long_turn_is_of_one_of_its_windows_and_no_sum():
+    # Four windows of 64 tokens: in the first all are 0.2 nats off, in the third 0.5, elsewhere none.
+    truth = np.array((TRUTH * 25)[:200])
+    moved = truth.copy()
+    moved[:64] += 0.2
+    moved[128:192] -= 0.5
+    batch = batch_of(moved.tolist())
+    (row,) = measure(batch, trainer_for(batch, truth.tolist())).table()
+    assert row[COLUMN["max_abs_log_ratio"]] == pytest.approx(0.5, rel=1e-5)
+    assert row[COLUMN["max_window_residual"]] == pytest.approx(0.5, rel=1e-5)
+    assert row[COLUMN["first_num_compared"]] == 64
+    assert row[COLUMN["first_sum_abs_log_ratio"]] == pytest.approx(64 * 0.2, rel=1e-5)
+    assert row[COLUMN["sum_abs_log_ratio"]] == pytest.approx(64 * 0.7, rel=1e-5)
 
 
 # -- where the gate stands -------------------------------------------------------------------------------
