@@ -717,6 +717,35 @@ def test_what_is_no_batch_or_version_is_refused():
             require_aligned(batch, trainer, trainer_version=version)
 
 
+def test_arguments_that_only_a_suspect_or_a_collective_would_trip_over_are_refused_at_once():
+    batch = batch_of(TRUTH)
+    trainer = trainer_for(batch, TRUTH)
+    for wrong, said in (
+        ({"limits": {}}, r"limits: expected rlbatch.alignment.Limits\(...\), found dict"),
+        (
+            {"logits_for": torch.nn.Linear(2, 2)},
+            r"rlbatch.scoring.logits_for\(model\) makes one, found Linear",
+        ),
+        ({"logits_for": "model"}, "found str"),
+        ({"group": "world"}, "group: expected a process group .* found 'world'"),
+    ):
+        with pytest.raises(RecordError, match=said):
+            require_aligned(batch, trainer, trainer_version=None, **wrong)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_logprobs_in_half_precision_are_told_to_be_made_of_float_logits(dtype):
+    batch = batch_of(TRUTH)
+    trainer = trainer_for(batch, TRUTH).clamp(max=0).to(dtype)
+    with pytest.raises(AlignmentError, match="batch-mismatch") as caught:
+        require_aligned(batch, trainer, trainer_version=None)
+    (found,) = caught.value.findings
+    assert "half precision" in found.likely
+    assert "logits.float()" in found.fix
+    with pytest.raises(AlignmentError, match="logprobs of another micro-batch"):
+        require_aligned(batch, trainer.float()[:, 1:], trainer_version=None)
+
+
 def test_whether_a_step_was_judged_can_be_asked():
     batch, truth = offset_batch(0.3, 900)
     assert require_aligned(batch, trainer_for(batch, truth), trainer_version=None).judged is False
