@@ -117,9 +117,9 @@ Shifts and other rows move true zeros onto other tokens, so they are asked about
 """
 
 SINGLE: tuple[Hypothesis, ...] = (
+    wrong_ids,
     another_distribution,
     zero_filled,
-    wrong_ids,
     trainer_positive,
     confident_disagreement,
     span_cause,
