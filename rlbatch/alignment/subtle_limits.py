@@ -37,6 +37,7 @@ FAMILY_SINGLE_SHARE = 0.6
 DIVISOR_NEAR_ONE, DIVISOR_COST = 0.12, 0.15
 """A divisor this near 1 says temperature 1, less what noise takes from the trainer; and its cost in gain.
 
+The same of one this near ln 2 or ln 10, which says base 2 or 10, unless the stated temperature is as near.
 Planted temperatures at a KLD of 0.028: a divisor of 1.05 then gains 2 % more than the true temperature 1.
 """
 FAMILY_HOPELESS_SHARE = 0.75
