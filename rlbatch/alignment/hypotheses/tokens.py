@@ -6,9 +6,6 @@ from numpy.typing import NDArray
 
 from rlbatch.alignment.evidence import Evidence
 from rlbatch.alignment.subtle_limits import (
-    AFTERMATH_FACTOR,
-    AFTERMATH_TOKENS,
-    AFTERMATH_WIDTHS,
     CONFIDENT_BELOW,
     CONFIDENT_MIN_SHARE,
     CONFIDENT_MIN_TOKENS,
@@ -24,6 +21,7 @@ from rlbatch.alignment.subtle_limits import (
     SLOT_OFF,
     SLOT_QUIET_OFF,
     SLOT_QUIET_TRAINER,
+    SLOT_STANDS_OUT,
     SLOT_TRAINER,
     SLOT_WIDTHS,
     SPAN_QUIET,
@@ -34,6 +32,7 @@ from rlbatch.alignment.subtle_limits import (
     WAKE_PLACE,
     WAKE_POWER,
     WAKE_SURE,
+    WAKE_TOKENS,
 )
 from rlbatch.alignment.tournament import WIDTH_FLOOR, widths
 from rlbatch.catalogue import finding
@@ -51,6 +50,8 @@ def wrong_ids(evidence: Evidence) -> Finding | None:
         slots = _slots(evidence)
         noise = _noise(evidence, slots)
     is_quiet = noise <= SLOT_NOISY
+    if is_quiet and not _stand_out(evidence, slots):
+        return None
     # Newer weights have moved single tokens by as much, and what follows them with them.
     if not len(slots) or noise > WAKE_NOISE or not (is_quiet or evidence.current):
         return None
@@ -98,6 +99,14 @@ def _noise(evidence: Evidence, slots: NDArray[np.intp]) -> float:
     return max(*known, WIDTH_FLOOR) if known else np.inf
 
 
+def _stand_out(evidence: Evidence, slots: NDArray[np.intp]) -> bool:
+    """Whether the first slot is far louder than unsure tokens after it: other weights spoil all of them."""
+    later = _apart_from(evidence, slots) & (np.arange(len(evidence.trained)) > slots[0])
+    later &= np.minimum(evidence.trainer, evidence.inference) < UNSURE_BELOW
+    rest = evidence.at_zero()[later]
+    return not len(rest) or abs(evidence.log_ratio()[slots[0]]) >= SLOT_STANDS_OUT * float(rest.mean())
+
+
 def _noise_after(evidence: Evidence, slots: NDArray[np.intp]) -> float:
     """The same of all tokens after the first slot that are apart from slots; 0 where there are none."""
     after = _apart_from(evidence, slots) & (np.arange(len(evidence.trained)) > slots[0])
@@ -128,30 +137,10 @@ def _surprise(
         # Without noise the others say it clearly, and two bad tokens may be neighbours by chance.
         usable = usable.copy()
         usable[slots] = False
-    spans = [slice(at + 1, at + 1 + AFTERMATH_TOKENS) for at in first]
+    spans = [slice(at + 1, at + 1 + WAKE_TOKENS) for at in first]
     # A nat each is what noise leaves.
     wake = [float((nats[span] - 1.0)[usable[span]].sum()) for span in spans]
     return nats[first], np.array(wake)
-
-
-def has_aftermath(evidence: Evidence, bad: NDArray[np.intp]) -> bool:
-    """Whether tokens right after bad ones are louder than others: the trainer has read another id there."""
-    rest = _apart_from(evidence, bad)
-    # What lies shortly after a bad token may be bad itself: that is what an aftermath is.
-    leads = bad[np.diff(bad, prepend=-AFTERMATH_TOKENS - 1) > AFTERMATH_TOKENS]
-    reached = np.unique(leads[:, None] + np.arange(1, AFTERMATH_TOKENS + 1))
-    after = np.zeros(len(rest), bool)
-    after[reached[reached < len(rest)]] = True
-    after &= evidence.usable
-    if rest.any() and evidence.at_zero()[rest].mean() <= SLOT_NOISY:
-        # Without noise the others there say it clearly, and two bad tokens may be neighbours by chance.
-        after[bad] = False
-    if not after.any() or not rest.any():
-        return False
-    scaled = evidence.at_zero() / widths(np.where(evidence.usable, evidence.trainer, 0.0))
-    most = AFTERMATH_WIDTHS * max(float(scaled[rest].mean()), WIDTH_FLOOR)
-    loud, usual = (float(np.minimum(scaled[part], most).mean()) for part in (after, rest))
-    return loud >= AFTERMATH_FACTOR * usual + WIDTH_FLOOR
 
 
 def _apart_from(evidence: Evidence, bad: NDArray[np.intp]) -> NDArray[np.bool_]:
@@ -213,7 +202,10 @@ def confident_disagreement(evidence: Evidence) -> Finding | None:
     count = f"{len(bad)} of {int(usable.sum())} tokens lower, by {-log_ratio[bad].mean():.3g} nats on average"
     ask = "" if evidence.ask is not None else "; whether other ids fit takes logits_for"
     # A kernel that is wrong for some tokens spares the next ones; after a wrong id they are off as well.
-    spreads = has_aftermath(evidence, bad)
+    first = bad[np.diff(bad, prepend=-SLOT_AFTER - 1) > SLOT_AFTER]
+    in_widths = max(noise / float(widths(evidence.trainer[usable & ~sure]).mean()), WIDTH_FLOOR)
+    _, wake = _surprise(evidence, bad, first, in_widths, is_quiet=noise <= SLOT_NOISY)
+    spreads = wake.sum() >= WAKE_LEAST * len(wake)
     return finding(
         "unexplained" if spreads else "confident-disagreement",
         severity="error",
