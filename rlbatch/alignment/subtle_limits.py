@@ -141,8 +141,10 @@ SLOT_AFTER = 8
 """Tokens after a wrong id that it moves as well."""
 SLOT_MOST = 0.3
 """Most slots, as a share of the tokens: beyond, the row is another row."""
-SLOT_QUIET_OFF, SLOT_QUIET_TRAINER = 1.0, -3.0
+SLOT_QUIET_OFF, SLOT_QUIET_TRAINER = 2.0, -3.0
 """The two in a turn without noise, where no token is wild: bf16 leaves 0.25 nats."""
+SLOT_QUIET_MOST = 6
+"""Most such slots, wakes included: where one token in six is off, other weights drew the rest of the turn."""
 SLOT_STANDS_OUT = 10.0
 """Times the mean |log_ratio| of unsure tokens after it that a slot is off in such a turn: where other weights
 drew the rest, the first token that shows it was off by 8 times as much at most."""

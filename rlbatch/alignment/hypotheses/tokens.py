@@ -19,6 +19,7 @@ from rlbatch.alignment.subtle_limits import (
     SLOT_MOST,
     SLOT_NOISY,
     SLOT_OFF,
+    SLOT_QUIET_MOST,
     SLOT_QUIET_OFF,
     SLOT_QUIET_TRAINER,
     SLOT_STANDS_OUT,
@@ -46,7 +47,7 @@ def wrong_ids(evidence: Evidence) -> Finding | None:
     # Where everything before is exact, what is off by less than a wild token is a slot too.
     slots = _slots(evidence, off=SLOT_QUIET_OFF, trainer=SLOT_QUIET_TRAINER)
     noise = _noise(evidence, slots)
-    if noise > SLOT_NOISY:
+    if noise > SLOT_NOISY or len(slots) > SLOT_QUIET_MOST:
         slots = _slots(evidence)
         noise = _noise(evidence, slots)
     is_quiet = noise <= SLOT_NOISY
@@ -60,8 +61,8 @@ def wrong_ids(evidence: Evidence) -> Finding | None:
     later = max(noise, _noise_after(evidence, slots))
     chances = np.array([_chance(evidence, int(at), later if at > slots[0] else noise) for at in slots[first]])
     own, wake = _surprise(evidence, slots, slots[first], noise, is_quiet=is_quiet)
-    sure = float((own + wake).sum() - WAKE_PLACE * len(own))
-    has_wake = wake.sum() >= WAKE_LEAST * len(wake) and sure >= WAKE_SURE and (chances < 1).mean() >= 0.5
+    sure = float((own - WAKE_PLACE).sum()) + wake
+    has_wake = wake >= WAKE_LEAST * len(own) and sure >= WAKE_SURE and (chances < 1).mean() >= 0.5
     if not has_wake and not (is_quiet and chances[0] <= SLOT_CHANCE):
         return None
     told = slots[first]
@@ -125,22 +126,21 @@ def _surprise(
     noise: float,
     *,
     is_quiet: bool,
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+) -> tuple[NDArray[np.float64], float]:
     """How little noise would do what is seen at the first slots, and right after each of them; nats.
 
     The tails of noise are those of a power: a token that is x times the noise off is said 2.2 ln x nats.
     """
     off = np.abs(evidence.log_ratio()) / widths(np.where(evidence.usable, evidence.trainer, 0.0))
     nats = WAKE_POWER * np.log(np.maximum(off / noise, 1.0))
-    usable = evidence.usable
+    wake = np.zeros(len(nats), bool)
+    reached = (slots if is_quiet else first)[:, None] + np.arange(1, WAKE_TOKENS + 1)
+    wake[reached[reached < len(wake)]] = True
     if is_quiet:
         # Without noise the others say it clearly, and two bad tokens may be neighbours by chance.
-        usable = usable.copy()
-        usable[slots] = False
-    spans = [slice(at + 1, at + 1 + WAKE_TOKENS) for at in first]
+        wake[slots] = False
     # A nat each is what noise leaves.
-    wake = [float((nats[span] - 1.0)[usable[span]].sum()) for span in spans]
-    return nats[first], np.array(wake)
+    return nats[first], float((nats - 1.0)[wake & evidence.usable].sum())
 
 
 def _apart_from(evidence: Evidence, bad: NDArray[np.intp]) -> NDArray[np.bool_]:
@@ -203,9 +203,9 @@ def confident_disagreement(evidence: Evidence) -> Finding | None:
     ask = "" if evidence.ask is not None else "; whether other ids fit takes logits_for"
     # A kernel that is wrong for some tokens spares the next ones; after a wrong id they are off as well.
     first = bad[np.diff(bad, prepend=-SLOT_AFTER - 1) > SLOT_AFTER]
-    in_widths = max(noise / float(widths(evidence.trainer[usable & ~sure]).mean()), WIDTH_FLOOR)
-    _, wake = _surprise(evidence, bad, first, in_widths, is_quiet=noise <= SLOT_NOISY)
-    spreads = wake.sum() >= WAKE_LEAST * len(wake)
+    near = _noise(evidence, bad)
+    _, wake = _surprise(evidence, bad, first, near, is_quiet=near <= SLOT_NOISY)
+    spreads = wake >= WAKE_LEAST * len(first)
     return finding(
         "unexplained" if spreads else "confident-disagreement",
         severity="error",

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from rlbatch.alignment.evidence import Evidence
 from rlbatch.alignment.exhibits import Exhibit
 from rlbatch.alignment.subtle_limits import (
+    RUBBISH_MEAN,
     SPAN_LOUD,
     UNSURE_BELOW,
     VERSION_FACTOR,
@@ -102,7 +103,8 @@ def versions_mixed(evidence: Evidence) -> Finding | None:
     change = Change.of(evidence.inference[at], evidence.trainer[at])
     if change is None or change.gain < VERSION_MIN_GAIN or not change.is_throughout:
         return None
-    if change.loud < SPAN_LOUD or change.factor < VERSION_FACTOR:
+    # Rubbish is of no weights at all.
+    if not SPAN_LOUD <= change.loud < RUBBISH_MEAN or change.factor < VERSION_FACTOR:
         return None
     edge, length = int(at[change.at]), len(evidence.trained)
     if min(edge, length - edge) < VERSION_MIN_TOKENS or _labelled(evidence.versions, edge):
