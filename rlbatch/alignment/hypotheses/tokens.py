@@ -5,6 +5,7 @@ import torch
 from numpy.typing import NDArray
 
 from rlbatch.alignment.evidence import Evidence
+from rlbatch.alignment.limits import LAG_VOTE
 from rlbatch.alignment.subtle_limits import (
     CONFIDENT_BELOW,
     CONFIDENT_MIN_SHARE,
@@ -176,6 +177,9 @@ def _chance(evidence: Evidence, slot: int, noise: float) -> float:
         return 1.0
     logits = evidence.ask(slot, slot + 1)[0].double() / evidence.divisor
     best = torch.log_softmax(logits, dim=0).numpy()
+    if abs(best[evidence.ids[slot]] - evidence.trainer[slot]) > LAG_VOTE:
+        # What was passed is not what the trainer's logits say: it is no matter of ids.
+        return 1.0
     apart = np.abs(best - float(evidence.inference[slot]))
     tolerance = SLOT_WIDTHS * noise * widths(best) + SLOT_FIT
     if not (apart < tolerance).any():
