@@ -13,6 +13,7 @@ from rlbatch.alignment.exhibits import Exhibit, exhibit_of, joined
 from rlbatch.alignment.hypotheses.distributions import distribution_finding, other_distribution
 from rlbatch.alignment.hypotheses.passes import trainer_fault
 from rlbatch.alignment.hypotheses.prefix import prefix_differs
+from rlbatch.alignment.hypotheses.versions import versions_mixed_in_pool
 from rlbatch.alignment.inquiry import Inquiry
 from rlbatch.alignment.limits import LEFT_MOST
 from rlbatch.alignment.measure import COLUMN
@@ -96,7 +97,7 @@ class Pool:
         if winner is not None:
             scope = f" of {len(self.exhibits)} turns of one provenance"
             return distribution_finding(winner, whole, where=worst.place, scope=scope)
-        return prefix_differs(self.exhibits)
+        return prefix_differs(self.exhibits) or versions_mixed_in_pool(self.exhibits)
 
 
 _SEEN = [

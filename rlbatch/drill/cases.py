@@ -47,6 +47,8 @@ ALWAYS_ALL = frozenset(
     (
         *("temperature-mismatch", "divided-by-temperature", "truncation-renormalized", "penalties-applied"),
         *("prefix-differs", "dropout-on", "boundary-leak", "kld-high", "nothing-trained", "stale"),
+        # New weights meet all replies that are under way.
+        "mixed-versions",
     )
 )
 """Codes of faults that lie in how a whole run is set up, or show in many tokens only: all rows are spoilt."""

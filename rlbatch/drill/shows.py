@@ -15,7 +15,10 @@ from rlbatch.records import Sample
 MOVED_BY = 2.0
 """Times the noise by which a fault must move a token for it to speak: noise reaches that once in seven."""
 SHOWS_IN_ROW = 16
-"""Such tokens that one spoilt row must have; of a fault that touches fewer, as a wrong id, all of them."""
+"""Such tokens that one spoilt row must have; where fewer values are touched, as at the end of a turn, all.
+
+Wrong ids spoil what follows them too: with too little of that, one looks like a wild token of the noise.
+"""
 SHOWS_IN_POOL = 64.0
 """Nats that all rows together must say for a fault of a whole run, however little each token says."""
 
@@ -43,8 +46,9 @@ def require_shows(before: Sequence[Scored], after: Sequence[Scored], *, in_pool:
 
 def _row_shows(before: Scored, after: Scored, noise: float) -> bool:
     informative, touched = informative_tokens(before, after, noise), _touched(before.sample, after.sample)
-    is_small = 0 < touched.sum() < SHOWS_IN_ROW
-    return bool(informative[touched].all() if is_small else informative.sum() >= SHOWS_IN_ROW)
+    if 0 < touched.sum() < SHOWS_IN_ROW:
+        return bool(informative[touched].all())
+    return bool(informative.sum() >= SHOWS_IN_ROW)
 
 
 def noise_of(rows: Sequence[Scored]) -> float:
@@ -100,10 +104,9 @@ def _log_ratio(row: Scored) -> NDArray[np.float64]:
 
 
 def _touched(old: Sample, new: Sample) -> NDArray[np.bool_]:
-    """[N] trained tokens whose id or logprob is another one; the last N of both rows."""
+    """[N] trained tokens whose logprob is another one; the last N of both rows."""
     length = min(len(old), len(new))
-    parts = [(each.token_ids[-length:], each.inference_logprobs[-length:]) for each in (old, new)]
-    (ids, logprobs), (new_ids, new_logprobs) = parts
-    other = (ids != new_ids) | ~((logprobs == new_logprobs) | (np.isnan(logprobs) & np.isnan(new_logprobs)))
+    before, after = (each.inference_logprobs[-length:] for each in (old, new))
+    other = ~((before == after) | (np.isnan(before) & np.isnan(after)))
     touched: NDArray[np.bool_] = other & new.loss_mask[-length:]
     return touched

@@ -11,8 +11,11 @@ BLOCK = 16
 """Tokens of one block of an engine's prefix cache (vLLM's default)."""
 
 
-MIN_DISAGREEMENTS = 4
-"""Tokens of a turn: fewer are noise in the tails."""
+MIN_DISAGREEMENTS, DISAGREES_BELOW = 4, -3.5
+"""Tokens of a turn, of which fewer are noise in the tails, and their logprob before, nats.
+
+What is said of them is 2.9 nats or more above that: noise at a KLD of 0.028 leaves the two apart that count.
+"""
 
 
 def temperature_apart(rng: np.random.Generator) -> float:
@@ -104,7 +107,7 @@ def drifted(sample: Sample, where: slice, scale: float, rng: np.random.Generator
 def _confident_disagreement(sample: Sample, rng: np.random.Generator) -> Sample:
     # The engine says one half or more of tokens of a turn that the trainer holds to be unlikely.
     unlikely = [
-        part.start + np.flatnonzero(sample.inference_logprobs[part.start : part.stop] < -2.8)
+        part.start + np.flatnonzero(sample.inference_logprobs[part.start : part.stop] < DISAGREES_BELOW)
         for part in long_segments(sample, min_length=MIN_DISAGREEMENTS)
     ]
     able = [at[sample.loss_mask[at]] for at in unlikely]

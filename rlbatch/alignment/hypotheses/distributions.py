@@ -54,18 +54,19 @@ def other_distribution(exhibit: Exhibit, *, most_left: float, current: bool) -> 
         for family, predicted in zip(FAMILIES, exhibit.predictions, strict=True)
         if predicted is not None
     ]
+    stated = exhibit.divisor
     best = fits[0]
     for other in fits[1:]:
-        if _worth(other) > _worth(best) + FAMILY_SIMPLER:
+        if _worth(other, stated) > _worth(best, stated) + FAMILY_SIMPLER:
             best = other
     if not _holds(best, exhibit, most_left, current=current) or not _exact_holds(best):
         return None
-    rivals = [_worth(each) for each in fits if each.family.code != best.family.code]
+    rivals = [_worth(each, stated) for each in fits if each.family.code != best.family.code]
     rivals.append(_gain_of_zeros(exhibit))
     margin = FAMILY_MIN_MARGIN
     if not _is_exact(best):
         margin = max(margin, FAMILY_MARGIN_SHARE * best.fit.gain)
-    return best if _worth(best) - max(rivals) >= margin else None
+    return best if _worth(best, stated) - max(rivals) >= margin else None
 
 
 def is_hopeless(exhibit: Exhibit) -> bool:
@@ -93,12 +94,24 @@ def _exact_holds(each: Winner) -> bool:
     return found.free_gain <= found.gain + other and found.num_against <= LAG_ACCEPTED_SHARE * found.num_for
 
 
-def _worth(each: Winner) -> float:
-    """Gain, less what a parameter costs: it would fit something by itself."""
+def _worth(each: Winner, stated: float) -> float:
+    """Gain, less what a parameter costs: it would fit something by itself.
+
+    Args:
+        each: a family at its parameter.
+        stated: what logits are divided by, as stated.
+    """
     gain = each.fit.gain
-    if each.family.kind == "divisor" and abs(each.fit.parameter - 1) < DIVISOR_NEAR_ONE:
+    if each.family.kind == "divisor" and _is_near_another(each.fit.parameter, stated):
         gain -= DIVISOR_COST * gain
     return gain - (0.0 if _is_exact(each) else FAMILY_PARAMETER)
+
+
+def _is_near_another(divisor: float, stated: float) -> bool:
+    """Whether it is near 1, or near the logarithm of a base and not near the temperature that is stated."""
+    bases = [float(np.log(family.parameters[0])) for family in FAMILIES if family.kind == "base"]
+    is_base = any(abs(divisor / each - 1) < DIVISOR_NEAR_ONE for each in bases)
+    return abs(divisor - 1) < DIVISOR_NEAR_ONE or (is_base and abs(divisor / stated - 1) >= DIVISOR_NEAR_ONE)
 
 
 def _gain_of_zeros(exhibit: Exhibit) -> float:
@@ -114,7 +127,7 @@ def _holds(best: Winner, exhibit: Exhibit, most_left: float, *, current: bool) -
     most_left = min(most_left, (FAMILY_LEFT_SHARE if current else FAMILY_OLD_SHARE) * off)
     return (
         not low <= found.parameter <= high
-        and _worth(best) >= FAMILY_MIN_GAIN
+        and _worth(best, exhibit.divisor) >= FAMILY_MIN_GAIN
         and found.num_informative >= FAMILY_MIN_INFORMATIVE
         and found.width <= most_left
         and abs(found.slope - 1) <= FAMILY_SLOPE + FAMILY_SLOPE_ERRORS * found.slope_error
