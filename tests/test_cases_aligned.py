@@ -259,6 +259,23 @@ def test_two_passes_that_disagree_are_dropout():
     assert told(judged([again(row) for row in rows_of()])) == ["dropout-on"]
 
 
+def test_passes_that_agree_on_some_rows_are_no_dropout():
+    """As under RoPE that follows the longest row: that one is scored as it is alone, all others are not."""
+    rng = np.random.default_rng(0)
+    rows = rows_of()
+    off = [
+        replace(
+            row,
+            trainer=log_softmax(row.logits + rng.normal(0, 0.6, row.logits.shape))[np.arange(48), row.ids],
+        )
+        for row in rows[:-1]
+    ]
+    (found,) = judged([*off, rows[-1]]).findings
+    assert (found.code, found.severity) == ("unexplained", "error")
+    assert found.where.sample < len(rows) - 1
+    assert f"; 1 of {len(rows)} turns are alike in both passes" in found.found
+
+
 def test_logprobs_that_disagree_with_logits_which_the_engine_agrees_with_are_no_fault_of_the_engine():
     rng = np.random.default_rng(0)
     rows = rows_of()

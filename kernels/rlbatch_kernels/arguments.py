@@ -98,8 +98,8 @@ def require_tensor(name: str, value: object, dtypes: tuple[torch.dtype, ...]) ->
             raise DtypeError(f"{name}: found {found}, expected {expected}")
     if torch._C._functorch.is_functorch_wrapped_tensor(value):
         raise DtypeError(
-            f"{name}: found a tensor of torch.func or torch.vmap, expected a plain one: call the op outside of "
-            "transforms, and backward() for gradients"
+            f"{name}: found a tensor of torch.func or torch.vmap, expected a plain one: call the op "
+            "outside of transforms, and backward() for gradients"
         )
     if value.is_meta:
         raise DtypeError(f"{name}: found a meta tensor, which has no data, expected a tensor with data")

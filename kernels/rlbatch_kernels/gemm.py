@@ -27,8 +27,8 @@ _allowed_before: dict[str, str] = {}
 def exact_products(*factors: Tensor) -> Iterator[None]:
     """Within, products of float32 are float32 whatever torch is allowed, which it is again afterwards.
 
-    `torch.set_float32_matmul_precision` lets oneDNN round factors to bfloat16, which costs 0.03 nats, and CUDA
-    to TF32. On CUDA that is left on where a factor is of half precision: TF32 holds each of its values.
+    `torch.set_float32_matmul_precision` lets oneDNN round factors to bfloat16, which costs 0.03 nats, and
+    CUDA to TF32. On CUDA that is left on where a factor is of half precision: TF32 holds each of its values.
 
     The switch is one of the process. Where several threads are within, the first turns it and the last turns
     it back; another thread's own products may meanwhile be more exact than it asked for.

@@ -4,8 +4,8 @@ Logits are float32 (float64 for float64) unless they are asked for in bfloat16. 
 half-precision arguments are widened before the product, which makes every product exact and every sum
 float32; bfloat16 logits are those that a bfloat16 GEMM rounds, up to 0.04 nats a token away. Neither autocast
 nor `torch.set_float32_matmul_precision` reaches in here, but that TF32, where the caller allows it, serves
-half-precision arguments (it loses nothing on them in the forward). On CUDA float32 logits of half-precision arguments are reduced as they are made, never in memory
-(`rlbatch_kernels.triton_linear`).
+half-precision arguments (it loses nothing on them in the forward). On CUDA float32 logits of half-precision
+arguments are reduced as they are made, never in memory (`rlbatch_kernels.triton_linear`).
 
 The forward keeps a few scalars a token; the backward computes the logits again. Gradients of bfloat16
 arguments come from bfloat16 products summed in float32. Memory beyond arguments and gradients: the tiles

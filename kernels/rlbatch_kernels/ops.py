@@ -185,8 +185,9 @@ def linear_logprobs(
         logit_scale: multiplies the logits (Cohere: `logit_scale`; Granite: 1 / `logits_scaling`).
         soft_cap: Gemma 2's `final_logit_softcapping`, or None.
         vocab_mask: as for `token_logprobs`.
-        logits_dtype: float32 is exact, whatever `torch.set_float32_matmul_precision` allows; bfloat16 rounds logits as an engine or trainer with a bfloat16 head
-            does, for bfloat16 arguments by a bfloat16 GEMM. None = float32 (float64 for float64 arguments).
+        logits_dtype: float32 is exact, whatever `torch.set_float32_matmul_precision` allows; bfloat16 rounds
+            logits as an engine or trainer with a bfloat16 head does, for bfloat16 arguments by a bfloat16
+            GEMM. None = float32 (float64 for float64 arguments).
         backend: `auto`, `c`, `triton` or `torch`: of the softmax; the products are the vendor library's.
         kept: as for `token_logprobs`; with a `Truncation` logits of 64 tokens exist for all columns at once.
         group: as for `token_logprobs`; weight and bias are this rank's own rows of the head. The backward

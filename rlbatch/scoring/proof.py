@@ -36,8 +36,8 @@ _MATMUL_PRECISION = 2.0**-12
 _Proven: TypeAlias = "weakref.WeakKeyDictionary[nn.Module, set[tuple[object, ...]]]"
 
 _PROVEN: "weakref.WeakKeyDictionary[nn.Module, _Proven]" = weakref.WeakKeyDictionary()
-"""Model as it is called -> the heads it was proven with, since PEFT turns from one to another and back -> what
-was hooked onto the call then."""
+"""Model as it is called -> the heads it was proven with, since PEFT turns from one to another and back ->
+what was hooked onto the call then."""
 
 
 def require_known_head(model: nn.Module) -> None:

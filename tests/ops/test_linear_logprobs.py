@@ -497,7 +497,7 @@ def test_float32_is_exact_in_every_thread_and_the_switch_is_back_after(allowed: 
 
 
 def test_the_switch_is_back_after_an_error(allowed: str) -> None:
-    with pytest.raises(ZeroDivisionError), gemm.exact_products(torch.ones(1)):
-        assert torch.backends.mkldnn.matmul.fp32_precision == "ieee"
-        _ = 1 / 0
+    within = gemm.exact_products(torch.ones(1))
+    with pytest.raises(KeyError), within:
+        raise KeyError
     assert torch.backends.mkldnn.matmul.fp32_precision == allowed
