@@ -14,6 +14,7 @@ from rlbatch.drill.judging import SetUp, findings_of
 from rlbatch.drill.layouts import layout_case
 from rlbatch.drill.pool import Pool
 from rlbatch.drill.scores import Scores
+from rlbatch.drill.shows import require_shows
 from rlbatch.drill.tally import Drilled, told
 from rlbatch.faults import (
     FAULTS,
@@ -121,6 +122,9 @@ def _row_case(
     layout: Layout = "packed" if packed_only else LAYOUTS[case // 2 % len(LAYOUTS)]
     truncated = isinstance(fault, ModelFault) and fault.truncated
     set_up = SetUp(purpose="train-truncated" if truncated else "train")
+    if CATALOGUE[fault.code].level == "aligned":
+        in_pool = fault.code in ALWAYS_ALL
+        require_shows(_scored(rows, scores), _scored(planted, scores), in_pool=in_pool)
     found = findings_of(planted, scores, layout=layout, set_up=set_up)
     spoilt = {at for at in range(len(rows)) if is_spoilt(planted[at], rows[at], scores)}
     said = told(fault.code, found, spoilt)
@@ -159,6 +163,10 @@ def is_spoilt(new: Sample | Scored, old: Sample, scores: Scores) -> bool:
         return new is not old
     same = np.array_equal(new.trainer_logprobs, scores(old).trainer_logprobs, equal_nan=True)
     return new.sample is not old or not same
+
+
+def _scored(rows: Sequence[Sample | Scored], scores: Scores) -> list[Scored]:
+    return [scores(row) if isinstance(row, Sample) else row for row in rows]
 
 
 def _share(case: int) -> float:

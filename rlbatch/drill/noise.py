@@ -1,6 +1,6 @@
 """Noise between engine and trainer beyond what the rollouts have: the trainer's logits are perturbed.
 
-Tokens and the engine's logprobs stay as they were drawn. The same sequence gets the same noise every time.
+Tokens and the engine's logprobs stay as they were drawn. The same sample gets the same noise every time.
 """
 
 import zlib
@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlbatch.errors import RecordError
+from rlbatch.records import Sample
 
 Tails: TypeAlias = Literal["light", "heavy"]
 TAILS: tuple[Tails, ...] = ("light", "heavy")
@@ -45,13 +46,18 @@ class Noise:
             raise RecordError(f"Noise.tails: expected {' or '.join(TAILS)}, found {self.tails!r}")
 
 
-def draw(token_ids: NDArray[np.integer[Any]], shape: tuple[int, int], tails: Tails) -> NDArray[np.float32]:
-    """[T, V] noise of one sequence, at scale 1; the ids decide it."""
-    rng = np.random.default_rng(zlib.crc32(np.ascontiguousarray(token_ids, np.int64).tobytes()))
+def draw(sample: Sample, shape: tuple[int, int], tails: Tails) -> NDArray[np.float32]:
+    """[T, V] noise of one sample, at scale 1; its name decides it, and the place counted from the end.
+
+    So a row with another id in it, or with less of its prompt, keeps the noise that it had without the fault:
+    what the fault moves can be told from what the noise does.
+    """
+    name = f"{sample.provenances[0].dtype} {sample.sample_id}".encode()
+    rng, scales = (np.random.default_rng([zlib.crc32(name), part]) for part in (0, 1))
     noise = rng.standard_normal(shape, np.float32)
     if tails == "heavy":
-        noise *= np.sqrt(HEAVY_FREEDOM / rng.chisquare(HEAVY_FREEDOM, (shape[0], 1))).astype(np.float32)
-    return noise
+        noise *= np.sqrt(HEAVY_FREEDOM / scales.chisquare(HEAVY_FREEDOM, (shape[0], 1))).astype(np.float32)
+    return noise[::-1]
 
 
 def scale_for(noise: Noise, logits: Sequence[NDArray[Any]], units: Sequence[NDArray[Any]]) -> float:

@@ -74,7 +74,7 @@ class Scores:
     def _score(self, sample: Sample) -> Scored:
         logits = self._logits(sample)
         if self._scale:
-            logits += self._scale * draw(sample.token_ids, logits.shape, self._tails)
+            logits += self._scale * draw(sample, logits.shape, self._tails)
         sampled = torch.from_numpy((sample.turn >= 0)[1:])
         logprobs = np.full(len(sample), np.nan)
         values = token_logprobs(
@@ -103,5 +103,5 @@ class Scores:
             at = np.flatnonzero(sample.turn >= 0)[::every]
             divisor = sample.temperature[at, None]
             rows.append(logits[at - 1] / divisor)
-            units.append(draw(sample.token_ids, logits.shape, noise.tails)[at - 1] / divisor)
+            units.append(draw(sample, logits.shape, noise.tails)[at - 1] / divisor)
         return scale_for(noise, rows, units)
