@@ -14,7 +14,7 @@ from rlbatch.drill.judging import SetUp, findings_of
 from rlbatch.drill.layouts import layout_case
 from rlbatch.drill.pool import Pool
 from rlbatch.drill.scores import Scores
-from rlbatch.drill.shows import require_shows
+from rlbatch.drill.shows import require_fades, require_shows
 from rlbatch.drill.tally import Drilled, told
 from rlbatch.faults import (
     FAULTS,
@@ -124,7 +124,10 @@ def _row_case(
     set_up = SetUp(purpose="train-truncated" if truncated else "train")
     if CATALOGUE[fault.code].level == "aligned":
         in_pool = fault.code in ALWAYS_ALL
-        require_shows(_scored(rows, scores), _scored(planted, scores), in_pool=in_pool)
+        good, spoilt_rows = _scored(rows, scores), _scored(planted, scores)
+        require_shows(good, spoilt_rows, in_pool=in_pool)
+        if fault.code == "prefix-differs":
+            require_fades(good, spoilt_rows)
     found = findings_of(planted, scores, layout=layout, set_up=set_up)
     spoilt = {at for at in range(len(rows)) if is_spoilt(planted[at], rows[at], scores)}
     said = told(fault.code, found, spoilt)

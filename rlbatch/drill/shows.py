@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from rlbatch.alignment.tournament import INFORMATIVE, RESIDUAL_WIDTHS, widths
 from rlbatch.faults import NoPlaceError, Scored
-from rlbatch.records import Sample
+from rlbatch.records import Sample, sampled_segments
 
 MOVED_BY = 2.0
 """Times the noise by which a fault must move a token for it to speak: noise reaches that once in seven."""
@@ -18,6 +18,9 @@ SHOWS_IN_ROW = 16
 """Such tokens that one spoilt row must have; of a fault that touches fewer, as a wrong id, all of them."""
 SHOWS_IN_POOL = 64.0
 """Nats that all rows together must say for a fault of a whole run, however little each token says."""
+
+FADES_IN, FADES_TO = 16, 2.0
+"""First tokens of a turn that say what is said of another prompt, each twice as much as a later one."""
 
 
 def require_shows(before: Sequence[Scored], after: Sequence[Scored], *, in_pool: bool) -> None:
@@ -39,6 +42,30 @@ def require_shows(before: Sequence[Scored], after: Sequence[Scored], *, in_pool:
     elif any(_row_shows(old, new, noise) for old, new in spoilt):
         return
     raise NoPlaceError("plant: expected a fault that moves more than noise does, found one that hides in it")
+
+
+def require_fades(before: Sequence[Scored], after: Sequence[Scored]) -> None:
+    """Refuse a prompt that differs and is not forgotten: that is what other weights look like.
+
+    Args:
+        before: the good rows, scored.
+        after: the same, in order, with other prompts.
+
+    Raises:
+        NoPlaceError: the first tokens of the turns say too little, or not twice as much each as later ones.
+    """
+    noise = noise_of(before)
+    said, is_early = [], []
+    for old, new in zip(before, after, strict=True):
+        moved = np.minimum(moved_by(old, new, noise), RESIDUAL_WIDTHS)
+        for part in sampled_segments(new.sample.turn[-len(moved) :]):
+            own = moved[part.start : part.stop]
+            said.append(own + np.expm1(-own))
+            is_early.append(np.arange(len(own)) < FADES_IN)
+    nats, early = np.concatenate(said), np.concatenate(is_early)
+    later = float(nats[~early].mean()) if not early.all() else 0.0
+    if nats[early].sum() < SHOWS_IN_POOL or nats[early].mean() < FADES_TO * later:
+        raise NoPlaceError("plant: expected a prompt that first tokens depend on, found one that fades not")
 
 
 def _row_shows(before: Scored, after: Scored, noise: float) -> bool:
