@@ -259,7 +259,7 @@ FAMILIES: tuple[Family, ...] = (
         kind="repetition_penalty",
         parameters=np.exp(np.arange(-6, 17) * 0.05),
         neutral=(0.96, 1.04),
-        noisy_neutral=(0.95, 1.05),
+        noisy_neutral=(0.9, 1.05),
         predict=_repetition,
     ),
     Family(
@@ -267,7 +267,7 @@ FAMILIES: tuple[Family, ...] = (
         kind="presence_penalty",
         parameters=np.arange(-1, 2.01, 0.1),
         neutral=(-0.08, 0.08),
-        noisy_neutral=(-0.3, 0.25),
+        noisy_neutral=(-0.6, 0.25),
         predict=_presence,
     ),
     Family(
@@ -275,7 +275,7 @@ FAMILIES: tuple[Family, ...] = (
         kind="frequency_penalty",
         parameters=np.arange(-1, 2.01, 0.1),
         neutral=(-0.05, 0.05),
-        noisy_neutral=(-0.15, 0.15),
+        noisy_neutral=(-0.3, 0.15),
         predict=_frequency,
     ),
 )

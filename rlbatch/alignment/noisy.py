@@ -75,8 +75,8 @@ class NoisyFit:
     score: float
     """Log likelihood, nats, up to what all explanations of the same tokens share."""
     parameter: float
-    predicted: Values
-    """[n] nats."""
+    place: float
+    """Of the parameter in its grid: 2.25 is a quarter of the way from the third value to the fourth."""
     variance: float
     """Of the noise in the logits."""
 
@@ -94,18 +94,18 @@ def noisy_fit(inference: Values, predicted: Values, parameters: Values, noise: N
     best = int(scores.argmax())
     first, last = max(0, best - 1), min(len(parameters) - 1, best + 1)
     places = np.linspace(first, last, BETWEEN * (last - first) + 1)
-    columns = np.stack([_between(predicted, place) for place in places], axis=1)
+    columns = np.stack([between(predicted, place) for place in places], axis=1)
     scores, variances = noise.score(inference[:, None] - columns)
     at = int(scores.argmax())
     return NoisyFit(
         score=float(scores[at]),
-        parameter=float(_between(parameters, places[at])),
-        predicted=columns[:, at],
+        parameter=float(between(parameters, places[at])),
+        place=float(places[at]),
         variance=float(variances[at]),
     )
 
 
-def _between(grid: Values, place: float) -> Values:
+def between(grid: Values, place: float) -> Values:
     """The column of a grid [..., P] at a place between two of its own."""
     low = min(int(place), grid.shape[-1] - 1)
     high = min(low + 1, grid.shape[-1] - 1)

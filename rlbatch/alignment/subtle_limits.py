@@ -105,8 +105,8 @@ PREFIX_FADES = 8.0
 """Tokens in which the weight of a place falls e times: of 3, 8 and 24, other prompts show best by 8."""
 PREFIX_STRATA, PREFIX_STRATUM = 8, 16
 """Groups of tokens of like certainty, and the least of them that make one."""
-PREFIX_LEFT_OUT = 8
-"""One in so many early tokens, and late ones, is left out of their means: the largest."""
+PREFIX_SHARE_LOUD = 0.15
+"""Share of early tokens above twice the mean of late ones, and above the least: other prompts leave 0.2."""
 PREFIX_LEAST = 0.005
 """Mean |log_ratio| of early tokens, nats, below which nothing is told: bf16 reached 0.010 in 64 tokens."""
 PREFIX_ERRORS, PREFIX_SURE_ERRORS = 3.8, 6.0

@@ -21,6 +21,8 @@ SHOWS_IN_POOL = 64.0
 
 FADES_IN, FADES_TO = 16, 2.0
 """First tokens of a turn that say what is said of another prompt, each twice as much as a later one."""
+FADES_SHARE = 0.1
+"""Share of them that must be informative: it is many tokens that fade, and few are wild ones."""
 
 
 def require_shows(before: Sequence[Scored], after: Sequence[Scored], *, in_pool: bool) -> None:
@@ -52,19 +54,23 @@ def require_fades(before: Sequence[Scored], after: Sequence[Scored]) -> None:
         after: the same, in order, with other prompts.
 
     Raises:
-        NoPlaceError: the first tokens of the turns say too little, or not twice as much each as later ones.
+        NoPlaceError: the first tokens of the turns say too little, in too few of them, or not twice as much
+            each as later ones.
     """
     noise = noise_of(before)
-    said, is_early = [], []
+    said, is_early, is_informative = [], [], []
     for old, new in zip(before, after, strict=True):
         moved = np.minimum(moved_by(old, new, noise), RESIDUAL_WIDTHS)
         for part in sampled_segments(new.sample.turn[-len(moved) :]):
             own = moved[part.start : part.stop]
             said.append(own + np.expm1(-own))
+            is_informative.append(own > MOVED_BY)
             is_early.append(np.arange(len(own)) < FADES_IN)
     nats, early = np.concatenate(said), np.concatenate(is_early)
+    informative = np.concatenate(is_informative)[early]
     later = float(nats[~early].mean()) if not early.all() else 0.0
-    if nats[early].sum() < SHOWS_IN_POOL or nats[early].mean() < FADES_TO * later:
+    fades = nats[early].mean() >= FADES_TO * later and informative.mean() >= FADES_SHARE
+    if nats[early].sum() < SHOWS_IN_POOL or not fades:
         raise NoPlaceError("plant: expected a prompt that first tokens depend on, found one that fades not")
 
 

@@ -57,8 +57,7 @@ def _moved(scored: Scored, at: NDArray[np.intp], by: _Values) -> Sample:
     logprobs = scored.sample.inference_logprobs.copy()
     own = logprobs[at].astype(np.float64)
     # A logprob stays below 0: what would pass it comes as near as it was to be moved.
-    moved = np.where(own + by < 0, own + by, own * np.exp(-np.abs(by)))
-    logprobs[at] = moved.astype(np.float32)
+    logprobs[at] = np.where(own + by < 0, own + by, own * np.exp(-np.abs(by)))
     return replace(scored.sample, inference_logprobs=logprobs)
 
 
@@ -134,11 +133,11 @@ def _truncation_renormalized(scored: Scored, rng: np.random.Generator) -> Scored
     if np.count_nonzero(kept & (by > 0.01)) < 4 or not kept[ends].all():
         return scored
     moved = _moved(scored, at, np.where(kept, by, 0.0))
-    logprobs, mask = moved.inference_logprobs.copy(), moved.loss_mask.copy()
+    values, mask = moved.inference_logprobs.copy(), moved.loss_mask.copy()
     # The only token that was kept has all the mass.
-    logprobs[at[kept & (last == 0)]] = 0.0
+    values[at[kept & (last == 0)]] = 0.0
     mask[at[~kept]] = False
-    return replace(scored, sample=replace(moved, inference_logprobs=logprobs, loss_mask=mask))
+    return replace(scored, sample=replace(moved, inference_logprobs=values, loss_mask=mask))
 
 
 def _outside_kept_set(scored: Scored, rng: np.random.Generator) -> Scored:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from rlbatch.alignment.exhibits import Exhibit
 from rlbatch.alignment.families import FAMILIES, Family
 from rlbatch.alignment.limits import LAG_ACCEPTED_SHARE, ZERO_TRAINER_BELOW
-from rlbatch.alignment.noisy import UNSURE_BELOW, Noise, NoisyFit, noisy_fit
+from rlbatch.alignment.noisy import UNSURE_BELOW, Noise, NoisyFit, between, noisy_fit
 from rlbatch.alignment.subtle_limits import (
     DIVISOR_COST,
     DIVISOR_NEAR_ONE,
@@ -99,7 +99,7 @@ def _beneath_noise(exhibit: Exhibit, collision: Values) -> Winner | None:
 
     nothing = of(exhibit.stated[:, None], np.ones(1))
     rivals = [("", 0.0)]
-    best: tuple[float, Family, NoisyFit] | None = None
+    best: tuple[float, Family, NoisyFit, Values] | None = None
     for family, predicted in zip(FAMILIES, exhibit.predictions, strict=True):
         if predicted is None:
             continue
@@ -110,19 +110,20 @@ def _beneath_noise(exhibit: Exhibit, collision: Values) -> Winner | None:
         worth = found.score - nothing.score - (0.0 if len(family.parameters) == 1 else FAMILY_PARAMETER)
         rivals.append((family.code, worth))
         if best is None or worth > best[0] + max(FAMILY_SIMPLER, FAMILY_MARGIN_SHARE * best[0]):
-            best = worth, family, found
+            best = worth, family, found, predicted
     if best is None:
         return None
-    worth, family, found = best
-    told = fit(
-        inference - noise.mean(found.variance), stated, found.predicted[:, None], np.array([found.parameter])
-    )
-    winner = Winner(family=family, fit=replace(told, gain=found.score - nothing.score))
+    worth, family, found, grid = best
+    column = between(grid, found.place)
+    told = fit(inference - noise.mean(found.variance), stated, column[unsure][:, None], np.ones(1))
+    left = np.minimum(np.abs(exhibit.inference - column), RESIDUAL_CLIP).mean()
+    told = replace(told, parameter=found.parameter, gain=found.score - nothing.score, width=float(left))
+    winner = Winner(family=family, fit=told)
     # What divides logprobs divides their noise.
     divisor = found.parameter if family.kind in ("divisor", "base") else 1.0
     margin = FAMILY_MIN_MARGIN if _is_exact(winner) else max(FAMILY_MIN_MARGIN, FAMILY_MARGIN_SHARE * worth)
     # A kept set of one token leaves zeros as a buffer does, and says where.
-    zeros = found.predicted[inference == 0]
+    zeros = column[exhibit.inference == 0]
     holds = (
         worth >= NOISY_MIN_GAIN
         and np.count_nonzero(zeros < ZERO_TRAINER_BELOW) <= NOISY_ZEROS_LEFT * len(zeros)

@@ -17,11 +17,11 @@ from rlbatch.alignment.subtle_limits import (
     PREFIX_FADES,
     PREFIX_LATE,
     PREFIX_LEAST,
-    PREFIX_LEFT_OUT,
     PREFIX_LOUD,
     PREFIX_LOUD_ERRORS,
     PREFIX_QUIET,
     PREFIX_QUIET_ERRORS,
+    PREFIX_SHARE_LOUD,
     PREFIX_STRATA,
     PREFIX_STRATUM,
     PREFIX_SURE_ERRORS,
@@ -42,7 +42,10 @@ def prefix_differs(exhibits: Sequence[Exhibit]) -> Finding | None:
     early, late = errors[whole.offset < PREFIX_EARLY], errors[whole.offset >= PREFIX_LATE]
     if min(len(early), len(late)) < PREFIX_EARLY:
         return None
-    loud, quiet = _without_loudest(early), _without_loudest(late)
+    loud, quiet = float(early.mean()), float(late.mean())
+    # One or two wild tokens make no beginning loud.
+    if (early > max(2 * quiet, PREFIX_LEAST)).mean() < PREFIX_SHARE_LOUD:
+        return None
     fading = standard_errors_of_fading(errors / widths(whole.stated), whole.offset, whole.stated)
     if loud < PREFIX_LEAST or fading < _errors_needed(loud, quiet):
         return None
@@ -58,11 +61,6 @@ def prefix_differs(exhibits: Sequence[Exhibit]) -> Finding | None:
         found=f"mean |log_ratio| {loud:.3g} nats in the first {PREFIX_EARLY} tokens of {len(exhibits)} "
         f"turns, {quiet:.3g} from the {PREFIX_LATE}th on: {fading:.1f} standard errors from a chance order",
     )
-
-
-def _without_loudest(errors: Values) -> float:
-    """Mean of [n] without the largest eighth: one or two wild tokens make no beginning loud."""
-    return float(np.sort(errors)[: len(errors) - max(1, len(errors) // PREFIX_LEFT_OUT)].mean())
 
 
 def _errors_needed(loud: float, quiet: float) -> float:
