@@ -114,8 +114,9 @@ PREFIX_ERRORS, PREFIX_SURE_ERRORS = 3.8, 6.0
 
 Clean pools reached 3.6, at any noise.
 """
-PREFIX_QUIET, PREFIX_FACTOR, PREFIX_QUIET_ERRORS = 0.03, 2.0, 3.3
-"""The same where late tokens have at most 0.03 nats, and early ones twice as many: engines leave 0.005."""
+PREFIX_QUIET, PREFIX_FACTOR, PREFIX_QUIET_ERRORS = 0.06, 2.0, 3.3
+"""The same where late tokens are off by at most 0.06 widths, and early ones by twice as many nats: engines
+leave 0.02 widths, and a KLD of 0.003 leaves 0.12."""
 PREFIX_LOUD, PREFIX_LOUD_ERRORS, PREFIX_SURE_FACTOR = 0.02, 1.8, 5.0
 """And where early ones have 0.02 nats as well; five times the late ones make it an error at 3.3."""
 

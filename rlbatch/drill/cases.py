@@ -118,6 +118,10 @@ def _row_case(
         planted = fault.plant(rows, rng, score=scores, share=share)
     else:
         planted = fault.plant(rows, rng, share=share)
+    if fault.code in ALWAYS_ALL and not fault.together:
+        # A run that has the fault has it in every row: one that offers no place could not have come about.
+        kept = [at for at in range(len(rows)) if is_spoilt(planted[at], rows[at], scores)]
+        rows, planted = [rows[at] for at in kept], [planted[at] for at in kept]
     packed_only = isinstance(fault, ModelFault) and fault.packed_only
     layout: Layout = "packed" if packed_only else LAYOUTS[case // 2 % len(LAYOUTS)]
     truncated = isinstance(fault, ModelFault) and fault.truncated

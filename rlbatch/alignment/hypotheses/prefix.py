@@ -46,12 +46,18 @@ def prefix_differs(exhibits: Sequence[Exhibit]) -> Finding | None:
     # One or two wild tokens make no beginning loud.
     if (early > max(2 * quiet, PREFIX_LEAST)).mean() < PREFIX_SHARE_LOUD:
         return None
-    fading = standard_errors_of_fading(errors / widths(whole.stated), whole.offset, whole.stated)
-    if loud < PREFIX_LEAST or fading < _errors_needed(loud, quiet):
+    scaled = errors / widths(whole.stated)
+    fading = standard_errors_of_fading(scaled, whole.offset, whole.stated)
+    # By widths: of near-certain tokens much noise leaves little as well.
+    is_quiet = float(scaled[whole.offset >= PREFIX_LATE].mean()) <= PREFIX_QUIET
+    if loud < PREFIX_LEAST or fading < _errors_needed(loud, quiet, is_quiet=is_quiet):
         return None
     # A beginning is loud by chance now and then: no error, until it is beyond doubt.
     is_sure = fading >= PREFIX_SURE_ERRORS or (
-        loud >= PREFIX_SURE_FACTOR * quiet and fading >= PREFIX_QUIET_ERRORS and loud >= PREFIX_LOUD
+        is_quiet
+        and loud >= PREFIX_SURE_FACTOR * quiet
+        and fading >= PREFIX_QUIET_ERRORS
+        and loud >= PREFIX_LOUD
     )
     return finding(
         "prefix-differs",
@@ -63,9 +69,9 @@ def prefix_differs(exhibits: Sequence[Exhibit]) -> Finding | None:
     )
 
 
-def _errors_needed(loud: float, quiet: float) -> float:
+def _errors_needed(loud: float, quiet: float, *, is_quiet: bool) -> float:
     """Standard errors of fading that tell: fewer beneath an engine's own noise, which excuses little."""
-    if quiet > PREFIX_QUIET or loud < PREFIX_FACTOR * quiet:
+    if not is_quiet or loud < PREFIX_FACTOR * quiet:
         return PREFIX_ERRORS
     return PREFIX_LOUD_ERRORS if loud >= PREFIX_LOUD else PREFIX_QUIET_ERRORS
 
