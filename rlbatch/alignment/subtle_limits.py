@@ -114,10 +114,10 @@ PREFIX_ERRORS, PREFIX_SURE_ERRORS = 3.8, 6.0
 
 Clean pools reached 3.6, at any noise.
 """
-PREFIX_QUIET, PREFIX_FACTOR, PREFIX_QUIET_ERRORS = 0.06, 2.0, 3.3
-"""The same where late tokens are off by at most 0.06 widths, and early ones by twice as many nats: engines
-leave 0.02 widths, and a KLD of 0.003 leaves 0.12."""
-PREFIX_LOUD, PREFIX_LOUD_ERRORS, PREFIX_SURE_FACTOR = 0.02, 1.8, 5.0
+PREFIX_QUIET, PREFIX_FACTOR, PREFIX_QUIET_ERRORS = 0.08, 2.0, 3.3
+"""The same where unsure late tokens are off by at most 0.08 widths, and early ones by twice as many nats as
+late ones: engines leave 0.02 widths, and a KLD of 0.003 leaves 0.12."""
+PREFIX_LOUD, PREFIX_LOUD_ERRORS, PREFIX_SURE_FACTOR = 0.02, 2.4, 5.0
 """And where early ones have 0.02 nats as well; five times the late ones make it an error at 3.3."""
 
 SLOT_OFF = 3.0

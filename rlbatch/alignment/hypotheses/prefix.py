@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlbatch.alignment.exhibits import Exhibit, joined
+from rlbatch.alignment.noisy import UNSURE_BELOW
 from rlbatch.alignment.subtle_limits import (
     PREFIX_EARLY,
     PREFIX_ERRORS,
@@ -48,8 +49,9 @@ def prefix_differs(exhibits: Sequence[Exhibit]) -> Finding | None:
         return None
     scaled = errors / widths(whole.stated)
     fading = standard_errors_of_fading(scaled, whole.offset, whole.stated)
-    # By widths: of near-certain tokens much noise leaves little as well.
-    is_quiet = float(scaled[whole.offset >= PREFIX_LATE].mean()) <= PREFIX_QUIET
+    # Of near-certain tokens much noise leaves little as well.
+    unsure = (whole.offset >= PREFIX_LATE) & (whole.stated < UNSURE_BELOW)
+    is_quiet = bool(unsure.any()) and float(scaled[unsure].mean()) <= PREFIX_QUIET
     if loud < PREFIX_LEAST or fading < _errors_needed(loud, quiet, is_quiet=is_quiet):
         return None
     # A beginning is loud by chance now and then: no error, until it is beyond doubt.
