@@ -21,6 +21,7 @@ from rlbatch.alignment.subtle_limits import (
     LOOK_BEGINNING_FACTOR,
     LOOK_BEGINNING_MEAN,
     LOOK_MEAN,
+    LOOK_SHORT_MEAN,
     LOOK_SIDED_MEAN,
     LOOK_SIDED_SHARE,
     LOOK_TOKENS,
@@ -148,6 +149,8 @@ class _Seen:
 
     @property
     def begins_off(self) -> bool:
-        """The first window of the turns is louder than their later ones."""
+        """The first window of the turns is louder than their later ones, or there are none."""
+        if not self.num_later:
+            return self.size >= LOOK_SHORT_MEAN * max(self.num, 1)
         first, later = self.size_first / max(self.num_first, 1), self.size_later / max(self.num_later, 1)
-        return self.num_later > 0 and first >= max(LOOK_BEGINNING_MEAN, LOOK_BEGINNING_FACTOR * later)
+        return first >= max(LOOK_BEGINNING_MEAN, LOOK_BEGINNING_FACTOR * later)

@@ -8,8 +8,10 @@ moves a token by 0.015 on average, temperature 0.9 by 0.035.
 """
 LOOK_SIDED_MEAN, LOOK_SIDED_SHARE = 0.003, 0.6
 """The same where so much of it is on one side: noise goes both ways, a renormalised set lifts all tokens."""
-LOOK_BEGINNING_MEAN, LOOK_BEGINNING_FACTOR = 0.003, 1.7
-"""The same of the first windows, and that over the mean of later ones: bf16 leaves 1.2."""
+LOOK_SHORT_MEAN = 0.003
+"""The same where no turn is longer than a window, for a look at beginnings that asks for no logits."""
+LOOK_BEGINNING_MEAN, LOOK_BEGINNING_FACTOR = 0.0005, 1.7
+"""The same of the first windows of longer turns, and that over the mean of later ones: bf16 leaves 1.2."""
 LOOK_TOKENS = 4096
 """Tokens of one provenance that are looked at together: at a KLD of 0.028 they settle every subtle cause."""
 LOOK_ELEMENTS = 2**27
@@ -49,6 +51,22 @@ FAMILY_SLOPE, FAMILY_SLOPE_ERRORS, FAMILY_SLOPE_MOST = 0.05, 3.0, 0.35
 """Differences over those predicted are 1 where it holds, within 0.05 and three standard errors."""
 FAMILY_MIN_INFORMATIVE = 8
 """Tokens that the explanation must move."""
+
+NOISY_LEFT, NOISY_TOKENS = 0.02, 256
+"""Mean |residual|, nats, that the best explanation leaves where noise must be modelled: bf16 leaves 0.005, a
+KLD of 0.003 leaves 0.037. And unsure tokens from which its size is known, to a tenth."""
+NOISY_MIN_GAIN = 20.0
+"""Log likelihood ratio, nats, that an explanation must have there, its parameter paid for.
+
+Clean pools of 4,096 tokens at a KLD of 0.028 reached 8; a top_k of 50 has 29.
+"""
+NOISY_MOST_VARIANCE = 0.6
+"""Variance in logits that it may leave: 0.23 is a KLD of 0.028, 0.6 would be one of 0.07."""
+NOISY_SLOPE = 0.5
+"""Differences over those predicted are 1 there within this: top-p that leaves one token leaves no noise
+either, and of planted ones 0.69 to 1.46 was measured."""
+NOISY_ZEROS_LEFT = 0.4
+"""Share of exact zeros that it may leave: a buffer has them anywhere. Planted kept sets left up to 0.27."""
 
 AGAIN_MEAN = 0.03
 """Mean |difference| of two passes of the trainer, nats, from which they disagree: bf16 leaves under 0.005."""
@@ -106,30 +124,27 @@ VERSION_POOL_TURNS, VERSION_POOL_NOISE = 3, 0.02
 """Turns in which it must show, and nats that their quiet part has at least: a KLD of 0.003 leaves 0.06."""
 DECAY_FACTOR = 2.0
 """First half of a loud beginning over its second half: a prefix that differs is forgotten."""
-PREFIX_WIDTHS = 6.0
-"""Most that one token adds to what a profile says, times the mean of those that are not early."""
-PREFIX_EARLY, PREFIX_LATE, PREFIX_STOP = 8, 24, 96
-"""Tokens of a turn that are early, from which they are late, and up to which they are compared."""
-PREFIX_FACTOR, PREFIX_MIN_GAIN = 2.5, 20.0
-"""Early over late, in widths, and the log likelihood ratio, nats, of two sizes over one.
+PREFIX_EARLY, PREFIX_LATE = 8, 24
+"""Tokens of a turn that are early, and from which they are late."""
+PREFIX_FADES = 8.0
+"""Tokens in which the weight of a place falls e times: of 3, 8 and 24, other prompts show best by 8."""
+PREFIX_STRATA, PREFIX_STRATUM = 8, 16
+"""Groups of tokens of like certainty, and the least of them that make one."""
+PREFIX_SHARE_LOUD = 0.15
+"""Share of early tokens above twice the mean of late ones, and above the least: a lost BOS moves 0.4
+of them by 0.01 nats."""
+PREFIX_LEAST = 0.005
+"""Mean |log_ratio| of early tokens, nats, below which nothing is told: bf16 reached 0.010 in 64 tokens."""
+PREFIX_ERRORS, PREFIX_SURE_ERRORS = 3.8, 6.0
+"""Standard errors by which first tokens are the louder ones, and from which it is an error and no warning.
 
-Clean pools of two to thirty turns reached 3.2 and 13, or 1.7 and 34, never both; a prompt without its first
-token leaves 3 to 7 in float32 and bf16.
+Clean pools reached 3.6, at any noise.
 """
-PREFIX_NOISY_FACTOR, PREFIX_NOISY_MIN_GAIN = 1.5, 22.0
-"""The same in a noisy run: at a KLD of 0.028 clean pools reached 1.46 and 17, a lost token 1.5 and 20."""
-PREFIX_SURE_GAIN = 60.0
-"""The gain from which it is an error and no warning: clean bootstrapped pools reach the bars now and then."""
-PREFIX_NOISY_TOKENS = 1536
-"""Tokens of a pool that are looked at in a noisy run: a handful of turns reach its bars by chance."""
-PREFIX_UNSURE_GAIN, PREFIX_NOISY_UNSURE_GAIN = 4.0, 0.3
-"""The gain in tokens that are no near-certainties: up to 2 in clean pools of bf16, below 0 in noisy ones."""
-UNSURE_BELOW = -0.1
-"""Logprob, nats, of such tokens."""
-PREFIX_SHARE_LOUD = 0.22
-"""Share of early tokens above twice the mean of late ones, so that not one or two make a beginning loud."""
-PREFIX_BETWEEN = 0.9
-"""Least that the tokens between are, over the late ones: it fades, and it does not turn over."""
+PREFIX_QUIET, PREFIX_FACTOR, PREFIX_QUIET_ERRORS = 0.08, 2.0, 3.3
+"""The same where unsure late tokens are off by at most 0.08 widths, and early ones by twice as many nats as
+late ones: engines leave 0.02 widths, and a KLD of 0.003 leaves 0.12."""
+PREFIX_LOUD, PREFIX_LOUD_ERRORS, PREFIX_SURE_FACTOR = 0.02, 2.4, 5.0
+"""And where early ones have 0.02 nats as well; five times the late ones make it an error at 3.3."""
 
 SLOT_OFF = 3.0
 """Nats by which the trainer must be below the engine at a slot that holds a wrong id."""

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from rlbatch.alignment.tournament import INFORMATIVE, RESIDUAL_WIDTHS, widths
 from rlbatch.faults import NoPlaceError, Scored
-from rlbatch.records import Sample
+from rlbatch.records import Sample, sampled_segments
 
 MOVED_BY = 2.0
 """Times the noise by which a fault must move a token for it to speak: noise reaches that once in seven."""
@@ -21,6 +21,11 @@ Wrong ids spoil what follows them too: with too little of that, one looks like a
 """
 SHOWS_IN_POOL = 64.0
 """Nats that all rows together must say for a fault of a whole run, however little each token says."""
+
+FADES_IN, FADES_TO = 16, 2.0
+"""First tokens of a turn that say what is said of another prompt, each twice as much as a later one."""
+FADES_SHARE = 0.1
+"""Share of them that must be informative: it is many tokens that fade, and few are wild ones."""
 
 
 def require_shows(before: Sequence[Scored], after: Sequence[Scored], *, in_pool: bool) -> None:
@@ -42,6 +47,34 @@ def require_shows(before: Sequence[Scored], after: Sequence[Scored], *, in_pool:
     elif any(_row_shows(old, new, noise) for old, new in spoilt):
         return
     raise NoPlaceError("plant: expected a fault that moves more than noise does, found one that hides in it")
+
+
+def require_fades(before: Sequence[Scored], after: Sequence[Scored]) -> None:
+    """Refuse a prompt that differs and is not forgotten: that is what other weights look like.
+
+    Args:
+        before: the good rows, scored.
+        after: the same, in order, with other prompts.
+
+    Raises:
+        NoPlaceError: the first tokens of the turns say too little, in too few of them, or not twice as much
+            each as later ones.
+    """
+    noise = noise_of(before)
+    said, is_early, is_informative = [], [], []
+    for old, new in zip(before, after, strict=True):
+        moved = np.minimum(moved_by(old, new, noise), RESIDUAL_WIDTHS)
+        for part in sampled_segments(new.sample.turn[-len(moved) :]):
+            own = moved[part.start : part.stop]
+            said.append(own + np.expm1(-own))
+            is_informative.append(own > MOVED_BY)
+            is_early.append(np.arange(len(own)) < FADES_IN)
+    nats, early = np.concatenate(said), np.concatenate(is_early)
+    informative = np.concatenate(is_informative)[early]
+    later = float(nats[~early].mean()) if not early.all() else 0.0
+    fades = nats[early].mean() >= FADES_TO * later and informative.mean() >= FADES_SHARE
+    if nats[early].sum() < SHOWS_IN_POOL or not fades:
+        raise NoPlaceError("plant: expected a prompt that first tokens depend on, found one that fades not")
 
 
 def _row_shows(before: Scored, after: Scored, noise: float) -> bool:
