@@ -17,8 +17,6 @@ from numpy.typing import NDArray
 Values = NDArray[np.float64]
 Mask = NDArray[np.bool_]
 
-UNSURE_BELOW = -0.1
-"""Logprob, nats, of tokens that are no near-certainties."""
 FREEDOM = 4.0
 """Degrees of freedom: of Gaussian noise it wastes little, and few wild tokens do not decide."""
 VARIANCE = 1.5

@@ -1,5 +1,8 @@
 """The numbers by which subtle causes are told from noise and from each other, each with its reason."""
 
+UNSURE_BELOW = -0.1
+"""Logprob, nats, of tokens that are no near-certainties: what noise does to the others is rounding."""
+
 LOOK_MEAN = 0.008
 """Mean |log_ratio| over the turns of one provenance, nats, from which they are worth a look together.
 

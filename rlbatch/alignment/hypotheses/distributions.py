@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from rlbatch.alignment.exhibits import Exhibit
 from rlbatch.alignment.families import FAMILIES, Family
 from rlbatch.alignment.limits import LAG_ACCEPTED_SHARE, ZERO_TRAINER_BELOW
-from rlbatch.alignment.noisy import UNSURE_BELOW, Noise, NoisyFit, between, noisy_fit
+from rlbatch.alignment.noisy import Noise, NoisyFit, between, noisy_fit
 from rlbatch.alignment.subtle_limits import (
     DIVISOR_COST,
     DIVISOR_NEAR_ONE,
@@ -34,6 +34,7 @@ from rlbatch.alignment.subtle_limits import (
     NOISY_SLOPE,
     NOISY_TOKENS,
     NOISY_ZEROS_LEFT,
+    UNSURE_BELOW,
 )
 from rlbatch.alignment.tournament import Fit, fit
 from rlbatch.catalogue import finding
