@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlbatch.alignment.exhibits import Exhibit, joined
-from rlbatch.alignment.noisy import UNSURE_BELOW
 from rlbatch.alignment.subtle_limits import (
     PREFIX_EARLY,
     PREFIX_ERRORS,
@@ -27,6 +26,7 @@ from rlbatch.alignment.subtle_limits import (
     PREFIX_STRATUM,
     PREFIX_SURE_ERRORS,
     PREFIX_SURE_FACTOR,
+    UNSURE_BELOW,
 )
 from rlbatch.alignment.tournament import widths
 from rlbatch.catalogue import finding
