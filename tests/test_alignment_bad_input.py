@@ -21,6 +21,8 @@ VOCAB_SIZE = 64
 LENGTHS = (40, 25, 40, 25, 40, 25)
 ONE_TOKEN = 5
 """Which trained position is spoilt where one is."""
+FEW = "too-few-to-judge"
+"""Warned of as well, where tokens are off that are too few to say more."""
 
 
 def rows(lengths=LENGTHS, *, value=None):
@@ -73,7 +75,7 @@ def test_empty_batches_are_refused_by_name(layout):
         require_aligned([], [], trainer_version=None)
 
 
-@pytest.mark.parametrize(("off", "codes"), [(0.0, set()), (-3.0, set()), (-1e4, {"ratio-tail"})])
+@pytest.mark.parametrize(("off", "codes"), [(0.0, set()), (-3.0, {FEW}), (-1e4, {"ratio-tail", FEW})])
 def test_rows_of_one_token_are_too_short_for_more_than_a_warning(layout, off, codes):
     batch = collate(rows([1] * 8), layout=layout)
     assert gate(batch, truth(batch) + off) == codes
@@ -122,7 +124,7 @@ def test_log_ratios_of_any_size_leave_the_figures_finite(layout, value):
     trained = batch.loss_mask.nonzero()
     trainer = truth(batch)
     trainer[tuple(trained[ONE_TOKEN])] = value
-    assert gate(batch, trainer) == {"ratio-tail"}
+    assert gate(batch, trainer) == {"ratio-tail", FEW}
     trainer[tuple(trained.T)] = value
     assert gate(batch, trainer) == {"unexplained"}
 

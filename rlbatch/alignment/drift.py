@@ -35,6 +35,12 @@ class Sums:
     sum_segment_count_squared: float = 0.0
     """Over segments: their tokens, squared."""
     sum_ratio: float = 0.0
+    num_drawn: float = 0.0
+    """Tokens said to be drawn from a whole softmax of which the engine gives the values."""
+    sum_drawn_below: float = 0.0
+    """Of these: 1 - ratio."""
+    sum_drawn_squared: float = 0.0
+    """Of these: (1 - ratio)^2."""
     max_abs_log_ratio: float = 0.0
     num_confident_disagreements: float = 0.0
     num_outside_kept_set: float = 0.0
@@ -53,6 +59,9 @@ class Sums:
         self.sum_segment_k3_count += other.sum_segment_k3_count
         self.sum_segment_count_squared += other.sum_segment_count_squared
         self.sum_ratio += other.sum_ratio
+        self.num_drawn += other.num_drawn
+        self.sum_drawn_below += other.sum_drawn_below
+        self.sum_drawn_squared += other.sum_drawn_squared
         self.max_abs_log_ratio = max(self.max_abs_log_ratio, other.max_abs_log_ratio)
         self.num_confident_disagreements += other.num_confident_disagreements
         self.num_outside_kept_set += other.num_outside_kept_set
@@ -89,11 +98,18 @@ class Drift:
     by_age: dict[int, Sums] = field(default_factory=dict)
     """Age 0 is current; -1 unknown."""
 
-    def add_rows(self, rows: NDArray[np.float64], ages: NDArray[np.int64]) -> None:
-        """Take in segments: [G, stats] with the age of each."""
+    def add_rows(self, rows: NDArray[np.float64], ages: NDArray[np.int64], *, drawn: bool = False) -> None:
+        """Take in segments: [G, stats] with the age of each.
+
+        Args:
+            rows: of one provenance.
+            ages: [G] versions.
+            drawn: their values are said to be those of the whole softmax that they were drawn from.
+        """
         count = rows[:, COLUMN["num_compared"]]
         for age in np.unique(ages[count > 0]).tolist():
-            self.by_age.setdefault(age, Sums()).add(_sums(rows[(ages == age) & (count > 0)]))
+            sums = _sums(rows[(ages == age) & (count > 0)], drawn=drawn)
+            self.by_age.setdefault(age, Sums()).add(sums)
 
     def add_outside(self, age: int, num_tokens: int) -> None:
         """Count tokens outside the trainer's own kept sets."""
@@ -235,13 +251,14 @@ def metrics(drift: Drift, num_excluded_segments: int) -> dict[str, float]:
     return named
 
 
-def _sums(rows: NDArray[np.float64]) -> Sums:
+def _sums(rows: NDArray[np.float64], *, drawn: bool) -> Sums:
     def total(name: str) -> float:
         return float(rows[:, COLUMN[name]].sum())
 
+    num, ratio, squared = (total(name) for name in ("num_compared", "sum_ratio", "sum_sq_ratio"))
     k3, count = rows[:, COLUMN["sum_k3_capped"]], rows[:, COLUMN["num_compared"]]
     return Sums(
-        num_tokens=total("num_compared"),
+        num_tokens=num,
         sum_log_ratio=total("sum_log_ratio"),
         sum_abs_log_ratio=total("sum_abs_log_ratio"),
         sum_k3=total("sum_k3"),
@@ -249,7 +266,10 @@ def _sums(rows: NDArray[np.float64]) -> Sums:
         sum_segment_k3_squared=float((k3**2).sum()),
         sum_segment_k3_count=float((k3 * count).sum()),
         sum_segment_count_squared=float((count**2).sum()),
-        sum_ratio=total("sum_ratio"),
+        sum_ratio=ratio,
+        num_drawn=num if drawn else 0.0,
+        sum_drawn_below=num - ratio if drawn else 0.0,
+        sum_drawn_squared=squared - 2 * ratio + num if drawn else 0.0,
         max_abs_log_ratio=float(rows[:, COLUMN["max_abs_log_ratio"]].max()),
         num_confident_disagreements=total("num_confident_disagreements"),
         all_clean=bool(
