@@ -207,15 +207,17 @@ def test_logprobs_that_cannot_be_of_this_batch_are_refused(trainer):
 
 
 def offset_batch(offset, num_tokens, **changes):
-    truth = np.random.default_rng(0).uniform(-4, -0.6, num_tokens).tolist()
-    return batch_of([value - offset for value in truth], **changes), truth
+    """Every other ratio is e^offset and the rest 2 - e^offset: their mean is 1, as of tokens that were drawn."""
+    truth = np.random.default_rng(0).uniform(-4, -0.6, num_tokens)
+    log_ratio = np.where(np.arange(num_tokens) % 2, offset, np.log(2 - np.exp(offset)))
+    return batch_of((truth - log_ratio).tolist(), **changes), truth.tolist()
 
 
 def test_the_limits_hold_the_capped_kld_of_current_tokens():
-    # exp(.49) - 1.49 = 0.142 a token, exp(.35) - 1.35 = 0.069, exp(.2) - 1.2 = 0.0214
+    # -(.37 + log .552) / 2 = 0.112 a token, -(.3 + log .65) / 2 = 0.065, -(.2 + log .779) / 2 = 0.025
     for offset, expected in (
-        (0.49, [("kld-high", "error")]),
-        (0.35, [("kld-high", "warning")]),
+        (0.37, [("kld-high", "error")]),
+        (0.3, [("kld-high", "warning")]),
         (0.2, []),
     ):
         batch, truth = offset_batch(offset, 1200)
@@ -223,7 +225,7 @@ def test_the_limits_hold_the_capped_kld_of_current_tokens():
 
 
 def test_below_min_tokens_no_limit_is_applied_and_nothing_is_judged():
-    batch, truth = offset_batch(0.45, 900)
+    batch, truth = offset_batch(0.37, 900)
     verdict = verdict_of(batch, truth)
     assert codes(verdict) == []
     assert verdict.judged is False
@@ -252,7 +254,7 @@ def test_older_and_unknown_versions_only_warn_broken_down_by_age():
         (1, 3, "version_lag_2"),
         (None, 3, "unknown"),
     ):
-        batch, truth = offset_batch(0.45, 1200, version=version)
+        batch, truth = offset_batch(0.37, 1200, version=version)
         verdict = verdict_of(batch, truth, trainer_version=trainer_version)
         severity = "error" if version == trainer_version else "warning"
         # Without a version the second warning says why the first is no error.
@@ -461,10 +463,10 @@ def test_zeros_of_old_data_need_more_evidence():
 
 
 def test_each_age_needs_tokens_of_its_own_to_be_judged():
-    # 600 tokens of two versions each, all 0.44 nats off: no limit applies to either, and nothing is judged.
+    # 600 tokens of two versions each, all 0.37 nats off or more: no limit applies to either, and nothing is judged.
     judge = Judge(trainer_version=2)
     for version in (1, 2):
-        batch, truth = offset_batch(0.44, 600, version=version)
+        batch, truth = offset_batch(0.37, 600, version=version)
         judge.add(measure(batch, trainer_for(batch, truth)))
     assert judge.verdict().judged is False
 
@@ -659,7 +661,7 @@ def test_a_step_gives_a_list_and_one_bad_batch_fails_it():
 
 
 def test_limits_pool_over_the_step():
-    batch, truth = offset_batch(0.45, 600)
+    batch, truth = offset_batch(0.37, 600)
     trainer = trainer_for(batch, truth)
     require_aligned(batch, trainer, trainer_version=None)
     with pytest.raises(AlignmentError, match="kld-high"):
@@ -747,14 +749,14 @@ def test_logprobs_in_half_precision_are_told_to_be_made_of_float_logits(dtype):
 
 
 def test_whether_a_step_was_judged_can_be_asked():
-    batch, truth = offset_batch(0.3, 900)
+    batch, truth = offset_batch(0.2, 900)
     assert require_aligned(batch, trainer_for(batch, truth), trainer_version=None).judged is False
     clean = batch_of(TRUTH)
     assert require_aligned(clean, trainer_for(clean, TRUTH), trainer_version=None).judged is True
 
 
 def test_too_little_to_judge_is_a_warning_that_says_how_little():
-    batch, truth = offset_batch(0.3, 900)
+    batch, truth = offset_batch(0.2, 900)
     trainer = trainer_for(batch, truth)
     (found,) = require_aligned(batch, trainer, trainer_version=None).warnings
     assert (found.code, found.severity) == ("too-few-to-judge", "warning")
@@ -762,7 +764,7 @@ def test_too_little_to_judge_is_a_warning_that_says_how_little():
     assert found.found.startswith("900 tokens of the trainer's own version")
     assert "without it a forgotten temperature cannot be told" in found.fix
     # Enough tokens, or ones that agree closely, leave nothing to warn of.
-    enough, truth = offset_batch(0.3, 1100)
+    enough, truth = offset_batch(0.2, 1100)
     assert require_aligned(enough, trainer_for(enough, truth), trainer_version=None).warnings == ()
     clean = batch_of(TRUTH)
     assert require_aligned(clean, trainer_for(clean, TRUTH), trainer_version=None).warnings == ()
