@@ -204,6 +204,16 @@ def test_a_row_with_an_advantage_beyond_float32_makes_the_file_unusable(tmp_path
         list(read_recording(rows_with(tmp_path, advantage=1e39), RAW))
 
 
+@pytest.mark.parametrize("said", [{"stop_reason": None}, {}])
+def test_tokens_behind_a_stop_token_are_told_of_the_turn_only_where_the_row_says_its_end(
+    tmp_path: Path, said: dict[str, object]
+) -> None:
+    row = {"prompt_ids": [1, 9], "ids": [5, 2, 0, 0], "lp": [-1.0] * 4, "finish_reason": "stop", **said}
+    path = write(tmp_path / "r.json", {"sampling": {"stop": ["x"]}, "rows": [row]})
+    (read,) = read_recording(path, RAW, identity=ModelIdentity(eos_token_ids=(2,)))
+    assert [found.code for found in read.findings] == (["stop-overrun"] if said else [])
+
+
 def test_sampling_fields_that_only_count_tokens_are_accepted(tmp_path: Path) -> None:
     sampling = {"ignore_eos": True, "max_tokens": 400, "seed": 7, "n": 2, "top_k": -1, "min_p": None}
     path = write(tmp_path / "r.json", {**TWO_ROWS, "sampling": sampling})

@@ -150,6 +150,10 @@ def _row_findings(error: ReplyError, where: Where) -> tuple[Finding, ...]:
     return located.findings
 
 
+_OF_THE_END = ("finish-mismatch", "stop-overrun")
+"""What a turn shows by what the engine says that ended it."""
+
+
 def _place_of(row: RecordedRow, place: Place, index: int, number: int) -> Where:
     where = place.entry(index, number)
     return where if row.trajectory_id is None else replace(where, trajectory=row.trajectory_id)
@@ -177,7 +181,7 @@ def _turn_findings(trajectory: Trajectory, where: Where, *, end_known: bool) -> 
             where=replace(where, turn=found.where.turn, start=found.where.start, stop=found.where.stop),
         )
         for found in check_sound_trajectory(trajectory)
-        if end_known or found.code != "finish-mismatch"
+        if end_known or found.code not in _OF_THE_END
     )
 
 
