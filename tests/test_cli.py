@@ -355,6 +355,35 @@ def test_recordings_of_one_name_would_share_ids_and_are_refused(rollouts: Path, 
     assert "trajectories are named after them" in result.stderr
 
 
+def test_what_rows_say_of_their_rollouts_is_stored(tmp_path: Path) -> None:
+    said = {"trajectory_id": "q7/0", "group_id": "q7", "reward": 1.0, "advantage": 0.5, "policy_version": 3}
+    row = {"prompt_ids": [1, 9], "ids": [5, 2], "lp": [-1.0, -2.0], **said}
+    path = tmp_path / "r.json"
+    path.write_text(json.dumps({"sampling": {}, "rows": [row]}))
+    assert rlbatch("convert", path, "--out", tmp_path / "shards", *RAW).exit_code == 0
+    (sample,) = open_reader(tmp_path / "shards")
+    assert (sample.trajectory_id, sample.group_id, sample.reward) == ("q7/0", "q7", 1.0)
+    assert sample.advantages.tolist() == [0.0, 0.0, 0.5, 0.5]
+    assert sample.policy_version.tolist() == [-1, -1, 3, 3]
+
+
+@pytest.mark.parametrize("second", ["a", "b"])
+def test_rows_that_name_themselves_alike_are_refused_in_one_file_and_in_two(
+    tmp_path: Path, second: str
+) -> None:
+    row = {"prompt_ids": [1, 9], "ids": [5, 2], "lp": [-1.0, -2.0], "trajectory_id": "q7/0"}
+    rows = {"a": [row, {**row, "ids": [6, 2]}]} if second == "a" else {"a": [row], "b": [row]}
+    for name, each in rows.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps({"sampling": {}, "rows": each}))
+    paths = [tmp_path / f"{name}.json" for name in rows]
+    result = rlbatch("convert", *paths, "--out", tmp_path / "shards", *RAW)
+    assert result.exit_code == 2
+    place = f"{paths[-1]} sample {1 if second == 'a' else 0}, trajectory 'q7/0'"
+    assert result.stderr.startswith(f"SoundnessError: [duplicate-sample] {place}")
+    assert f"first at {paths[0]} sample 0" in result.stderr
+    assert not (tmp_path / "shards").exists()
+
+
 def test_shards_can_be_converted_again(tinylm_dir: Path, tmp_path: Path) -> None:
     source = tinylm_dir.parent / "rollouts"
     assert rlbatch("convert", source, "--out", tmp_path / "one").exit_code == 0

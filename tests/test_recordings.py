@@ -149,6 +149,71 @@ def test_a_row_of_wrong_types_makes_the_file_unusable(tmp_path: Path, change: di
     assert "rows[0]" in caught.value.findings[0].found
 
 
+def rows_with(tmp_path: Path, **said: object) -> Path:
+    rows = [{**TWO_ROWS["rows"][0], **said}, TWO_ROWS["rows"][1]]  # type: ignore[index]
+    return write(tmp_path / "r.json", {"sampling": {}, "rows": rows})
+
+
+def test_what_a_row_says_of_its_rollout_is_carried(tmp_path: Path) -> None:
+    said = {
+        "trajectory_id": "q7/0",
+        "group_id": "q7",
+        "reward": 1,
+        "advantage": -0.5,
+        "policy_version": 3,
+    }
+    told, silent = read_recording(rows_with(tmp_path, **said), RAW)
+    assert told.sample is not None
+    assert (told.sample.trajectory_id, told.sample.group_id, told.sample.reward) == ("q7/0", "q7", 1.0)
+    assert told.sample.advantages.tolist() == [0.0, 0.0, -0.5, -0.5]
+    assert told.sample.policy_version.tolist() == [-1, -1, 3, 3]
+    assert silent.sample is not None
+    assert (silent.sample.trajectory_id, silent.sample.group_id) == ("r#1", "r@1")
+    assert silent.sample.reward is None
+    assert silent.sample.policy_version.tolist() == [-1, -1, -1]
+
+
+def test_a_faulty_row_is_found_under_the_name_that_it_says(tmp_path: Path) -> None:
+    first, _ = read_recording(rows_with(tmp_path, trajectory_id="q7/0", lp=[-1.5]), RAW)
+    assert first.findings[0].where.trajectory == "q7/0"
+
+
+@pytest.mark.parametrize("name", ["completion_ids", "advantages", "foo"])
+def test_a_field_of_a_row_that_cannot_be_carried_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    with pytest.raises(StorageError) as caught:
+        list(read_recording(rows_with(tmp_path, **{name: [1]}), RAW))
+    (found,) = caught.value.findings
+    assert found.code == "file-unusable"
+    assert found.found == f"Object contains unknown field `{name}` - at `$.rows[0]`"
+    assert "prompt_ids, ids, lp" in found.fix
+
+
+def test_a_field_that_cannot_be_carried_is_refused_beside_numbers_that_are_not_finite(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="unknown field `foo`"):
+        list(read_recording(rows_with(tmp_path, lp=[float("nan"), -1.0], foo=1), RAW))
+
+
+@pytest.mark.parametrize("version", [-1, 2**31, "3"])
+def test_a_row_of_a_version_that_is_none_makes_the_file_unusable(tmp_path: Path, version: object) -> None:
+    with pytest.raises(StorageError, match="policy_version"):
+        list(read_recording(rows_with(tmp_path, policy_version=version), RAW))
+
+
+def test_a_row_with_an_advantage_beyond_float32_makes_the_file_unusable(tmp_path: Path) -> None:
+    with pytest.raises(ReplyError, match=r"Trajectory\.advantage: expected a number that float32 holds"):
+        list(read_recording(rows_with(tmp_path, advantage=1e39), RAW))
+
+
+@pytest.mark.parametrize("said", [{"stop_reason": None}, {}])
+def test_tokens_behind_a_stop_token_are_told_of_the_turn_only_where_the_row_says_its_end(
+    tmp_path: Path, said: dict[str, object]
+) -> None:
+    row = {"prompt_ids": [1, 9], "ids": [5, 2, 0, 0], "lp": [-1.0] * 4, "finish_reason": "stop", **said}
+    path = write(tmp_path / "r.json", {"sampling": {"stop": ["x"]}, "rows": [row]})
+    (read,) = read_recording(path, RAW, identity=ModelIdentity(eos_token_ids=(2,)))
+    assert [found.code for found in read.findings] == (["stop-overrun"] if said else [])
+
+
 def test_sampling_fields_that_only_count_tokens_are_accepted(tmp_path: Path) -> None:
     sampling = {"ignore_eos": True, "max_tokens": 400, "seed": 7, "n": 2, "top_k": -1, "min_p": None}
     path = write(tmp_path / "r.json", {**TWO_ROWS, "sampling": sampling})

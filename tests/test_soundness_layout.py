@@ -155,6 +155,37 @@ def test_lengths_are_of_sequences_and_padding_behind_them_has_none():
         assert codes(arrays) == expected, said
 
 
+def test_a_micro_batch_is_divided_by_the_total_of_its_step():
+    # 3 + 2 of 12 trained tokens are in this batch.
+    assert codes(packed([4, 3], normalizer=12, step_num_loss_tokens=12)) == []
+    assert codes(packed([4, 3], normalizer=5)) == []
+    (found,) = check_sound_layout(packed([4, 3], normalizer=5, step_num_loss_tokens=12))
+    assert (found.code, found.severity) == ("normalizer-mismatch", "error")
+    assert found.expected == "12, the trained tokens of the step"
+    assert found.found == "5, the trained tokens of this micro-batch alone"
+
+
+def test_a_total_that_nobody_told_of_is_asked_for():
+    (found,) = check_sound_layout(packed([4, 3], normalizer=12))
+    assert (found.expected, found.found) == ("5, the trained tokens", "12")
+    assert found.likely.startswith("the batch is a part of a step, whose total was not given")
+    assert "LayoutArrays.step_num_loss_tokens" in found.fix
+
+
+def test_a_step_has_no_fewer_trained_tokens_than_its_batch():
+    (found,) = check_sound_layout(packed([4, 3], normalizer=4, step_num_loss_tokens=4))
+    assert (found.code, found.found) == ("normalizer-mismatch", "step_num_loss_tokens 4")
+
+
+def test_a_normalizer_planted_into_a_part_of_a_step_is_found():
+    clean = packed([4, 3], normalizer=12, step_num_loss_tokens=12)
+    spoilt = LAYOUT_FAULTS["normalizer-mismatch"].plant(clean, np.random.default_rng(0))
+    (found,) = check_sound_layout(spoilt)
+    assert found.found == "7, the number of all positions, padding too"
+    trained = LAYOUT_FAULTS["boundary-target"].plant(clean, np.random.default_rng(0))
+    assert set(codes(trained)) == {"boundary-target"}
+
+
 def test_errors_are_raised_and_arguments_are_checked():
     with pytest.raises(SoundnessError, match=r"\[boundary-invalid\]"):
         require_sound_layout(packed([4, 3], max_seqlen=3))
@@ -175,6 +206,7 @@ def test_errors_are_raised_and_arguments_are_checked():
         ({"cu_seqlens": np.array([0], np.int32)}, "expected at least two boundaries"),
         ({"align": "left"}, "align: expected one of input, target"),
         ({"normalizer": "4"}, "normalizer"),
+        ({"step_num_loss_tokens": 4.5}, "step_num_loss_tokens"),
         ({"max_seqlen": 4.0}, "max_seqlen"),
     ],
 )

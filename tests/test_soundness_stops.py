@@ -8,7 +8,7 @@ from builders import provenance, sample, trajectory
 from builders import turn as built_turn
 
 from rlbatch.assemble import to_samples
-from rlbatch.soundness import check_sound
+from rlbatch.soundness import check_sound, check_sound_trajectory
 
 HOW = provenance(bos_token_id=1, eos_token_ids=(2, 4))
 
@@ -83,6 +83,46 @@ def test_a_turn_or_a_tail_that_is_left_untrained_on_purpose_is_sound():
 def test_tokens_after_a_stop_token():
     assert told(made([1, 5], [7, 2, 8, 9, 2])) == [("stop-overrun", 0, 4, 7)]
     assert told(made([1, 5], [7, 8, 4, 2])) == [("stop-overrun", 0, 5, 6)]
+
+
+def test_padding_that_was_kept_behind_the_stop_token_is_no_lost_stop_token():
+    # As `generate` gives a row that ended before its batch.
+    (found,) = check_sound([made([1, 5], [7, 2, 0, 0, 0])], purpose="train")
+    assert (found.code, found.severity) == ("stop-overrun", "error")
+    assert (found.where.start, found.where.stop) == (4, 7)
+    assert found.found == "3 tokens after the stop token at 3, each of them id 0"
+    assert "padding" in found.likely
+    (said,) = check_sound_trajectory(trajectory(turn([1, 5], [7, 2, 0, 0, 0], HOW)))
+    assert (said.code, said.severity, said.found) == (found.code, found.severity, found.found)
+    assert (said.where.start, said.where.stop) == (4, 7)
+
+
+def test_padding_by_the_stop_token_itself_is_named_too():
+    (found,) = check_sound([made([1, 5], [7, 2, 2, 2])], purpose="train")
+    assert found.found == "2 tokens after the stop token at 3, each of them id 2"
+    assert "padding" in found.likely
+
+
+def test_one_token_or_other_tokens_after_the_stop_token_are_not_called_padding():
+    for ids in ([7, 2, 0], [7, 2, 8, 9]):
+        (found,) = check_sound([made([1, 5], ids)], purpose="train")
+        assert (found.code, found.severity) == ("stop-overrun", "error")
+        assert "padding" not in found.likely
+
+
+def test_an_engine_that_does_not_say_why_leaves_it_a_doubt():
+    how = replace(HOW, engine="other")
+    (found,) = check_sound([made([1, 5], [7, 2, 0, 0], how=how)], purpose="train")
+    assert (found.code, found.severity) == ("stop-overrun", "warning")
+    (said,) = check_sound_trajectory(trajectory(turn([1, 5], [7, 2, 0, 0], how)))
+    assert (said.code, said.severity) == ("stop-overrun", "warning")
+
+
+def test_another_stop_token_than_the_one_that_stands_earlier_is_lost_all_the_same():
+    codes = [each[0] for each in told(made([1, 5], [7, 2, 8], stop=4))]
+    assert codes == ["stop-overrun", "finish-mismatch"]
+    assert [each[0] for each in told(made([1, 5], [7, 9, 8], stop=9))] == ["finish-mismatch"]
+    assert told(made([1, 5], [7, 4, 8], stop=4)) == [("stop-overrun", 0, 4, 5)]
 
 
 def test_where_the_last_is_no_stop_token_a_stop_string_may_have_ended_the_turn():

@@ -209,7 +209,6 @@ def alignment_stats_and_policy_gradient(
 
     Raises:
         ShapeError, DtypeError, BackendError: as `alignment_stats`; advantages are held to the same.
-        ScaleError: bounds of the loss that are not in order.
 
     Example:
         trainer [-1.0, -2.0], inference [-1.5, -2.0], advantages [1.0, -1.0], segment (0, 0, 2, 0),

@@ -2,7 +2,7 @@
 
     ShapeError(ValueError)       a shape that does not fit the others, or a tensor that is empty or freed
     DtypeError(TypeError)        a dtype, device or kind of tensor that the op does not take
-    ScaleError(ValueError)       a temperature, logit_scale, soft_cap or kept-set rule outside its range
+    ScaleError(ValueError)       a temperature, logit_scale, soft_cap, loss or kept-set rule outside its range
     TokenRangeError(IndexError)  a trained target outside the vocabulary
     GroupError(ValueError)       ranks that share a vocabulary and disagree on what they compute
     BackendError(RuntimeError)   a backend that was asked for by name and cannot serve the call
@@ -21,7 +21,7 @@ class DtypeError(TypeError):
 
 
 class ScaleError(ValueError):
-    """A temperature, logit_scale, soft_cap, top_k, top_p or min_p is outside its range."""
+    """A temperature, logit_scale, soft_cap, top_k, top_p, min_p or bound of a loss is outside its range."""
 
 
 class TokenRangeError(IndexError):

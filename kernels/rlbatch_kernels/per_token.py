@@ -29,6 +29,10 @@ class PolicyLoss:
     Example:
         PolicyLoss(kind="clip", low=0.8, high=1.28), ratio 1.5 -> gradient 0 at A = 1, 1.5 at A = -1;
         PolicyLoss(kind="cap", low=0.0, high=2.0), ratio 3 -> gradient -2 at A = 1
+
+    Raises:
+        DtypeError: a bound that is no number.
+        ScaleError: another kind, bounds out of order, or bounds of `clip` that leave out the ratio 1.
     """
 
     kind: Literal["clip", "cap"]
@@ -36,6 +40,24 @@ class PolicyLoss:
     """Of the ratio, not of its distance from 1; at least 0."""
     high: float
     """Likewise; infinity is no bound."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS[1:]:
+            raise ScaleError(f"PolicyLoss.kind: found {self.kind!r}, expected 'clip' or 'cap'")
+        for name in ("low", "high"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise DtypeError(f"PolicyLoss.{name}: found {type(value).__name__}, expected a number")
+        found = f"PolicyLoss: found low {self.low!r} and high {self.high!r}, expected"
+        # NaN is in no order.
+        if not 0 <= self.low <= self.high:
+            raise ScaleError(f"{found} 0 <= low <= high")
+        # The clipped ratio of weights that have not moved would have no gradient where A > 0, or where A < 0.
+        if self.kind == "clip" and not self.low <= 1 <= self.high:
+            raise ScaleError(
+                f"{found} low <= 1 <= high: bounds of the ratio, where distances of 0.2 and 0.28 from 1 are "
+                "low=0.8, high=1.28"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -65,14 +87,9 @@ class Written:
 
 
 def require_loss(loss: object) -> PolicyLoss:
-    """The loss, refused unless it is one, with bounds in order."""
+    """The loss, refused unless it is one."""
     if not isinstance(loss, PolicyLoss):
         raise DtypeError(f"loss: found {type(loss).__name__}, expected a PolicyLoss")
-    if loss.kind not in KINDS[1:]:
-        raise ScaleError(f"loss.kind: found {loss.kind!r}, expected 'clip' or 'cap'")
-    # NaN is in no order.
-    if not 0 <= loss.low <= loss.high:
-        raise ScaleError(f"loss: found low {loss.low!r} and high {loss.high!r}, expected 0 <= low <= high")
     return loss
 
 

@@ -62,9 +62,10 @@ ENTRIES = (
         level="sound",
         severity="error",
         symptom="The loss is divided by another number than that of the trained tokens.",
-        check="The normaliser of a token mean against the sum of loss_mask.",
+        check="The normaliser of a token mean against the sum of loss_mask, or the step's total where given.",
         likely="the mask reached the numerator only, or positions were counted instead of trained tokens",
-        fix="divide by the sum of loss_mask over the step, agreed across ranks and micro-batches",
+        fix="divide by the sum of loss_mask over the step, agreed across ranks and micro-batches; where the "
+        "batch is a part of the step, give that sum as LayoutArrays.step_num_loss_tokens too",
     ),
     Entry(
         code="length-field-mismatch",

@@ -55,8 +55,9 @@ def convert(
 
     _require_distinct_names(files)
     warnings: list[Finding] = []
+    written: dict[str, Origin] = {}
     for file in files:
-        warnings += _checked(rows_of(file), file, identity)
+        warnings += _checked(rows_of(file), file, identity, written)
     num_samples = num_tokens = 0
     with open_writer(out) as writer:
         for file in files:
@@ -73,13 +74,25 @@ def convert(
     )
 
 
-def _checked(rows: Iterator[Row], file: Path, identity: ModelIdentity | None) -> list[Finding]:
+def _checked(
+    rows: Iterator[Row], file: Path, identity: ModelIdentity | None, written: dict[str, Origin]
+) -> list[Finding]:
     """The warnings about one file.
+
+    Args:
+        rows: its entries.
+        file: itself.
+        identity: the model that sampled.
+        written: the first place of every sample_id so far; those of this file are added.
 
     Raises:
         SoundnessError: it has errors; all of them.
     """
-    findings = [found for row in rows for found in _findings(row, file, identity)]
+    findings = [
+        found
+        for row in rows
+        for found in (*_findings(row, file, identity), *_named_again(row, file, written))
+    ]
     _require_no_errors(findings)
     return findings
 
@@ -101,6 +114,21 @@ def _findings(row: Row, file: Path, identity: ModelIdentity | None) -> Iterator[
         )
         # What a turn shows, such as its end, its sample shows again.
         yield from (each for each in found if each not in row.findings)
+
+
+def _named_again(row: Row, file: Path, written: dict[str, Origin]) -> Iterator[Finding]:
+    """An id that a sample before has: rows may name themselves, and those of one trajectory are no turns."""
+    if row.sample is None:
+        return
+    here = Origin(path=str(file), index=row.index)
+    first = written.setdefault(row.sample.sample_id, here)
+    if first is not here:
+        yield finding(
+            "duplicate-sample",
+            where=Where(path=here.path, sample=here.index, trajectory=row.sample.trajectory_id),
+            expected="an id for each sample",
+            found=f"sample_id {row.sample.sample_id!r} again, first at {first.path} sample {first.index}",
+        )
 
 
 def _require_distinct_names(files: Sequence[Path]) -> None:

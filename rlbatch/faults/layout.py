@@ -53,8 +53,12 @@ def _spans(arrays: LayoutArrays) -> list[tuple[int, int, int]]:
 def _with_mask(arrays: LayoutArrays, mask: NDArray[np.bool_]) -> LayoutArrays:
     """Counts follow the mask, as they do in a pipeline that computes them from it."""
     changes: dict[str, Any] = {"loss_mask": mask}
+    step = arrays.step_num_loss_tokens
+    if step is not None:
+        step += int(mask.sum()) - int(arrays.loss_mask.sum())
+        changes["step_num_loss_tokens"] = step
     if arrays.normalizer is not None:
-        changes["normalizer"] = int(mask.sum())
+        changes["normalizer"] = int(mask.sum()) if step is None else step
     if arrays.sequence_num_loss_tokens is not None:
         counts = [mask[row, start:stop].sum() for row, start, stop in _spans(arrays)]
         changes["sequence_num_loss_tokens"] = np.array(counts, np.int64)

@@ -41,6 +41,9 @@ class LayoutArrays:
     """[S], or [B] where padded: trained tokens of each sequence, as a length field says."""
     normalizer: float | None = None
     """What a token mean divides the summed loss of this batch by."""
+    step_num_loss_tokens: int | None = None
+    """Trained tokens of the whole optimizer step that the batch is a part of, as under gradient accumulation:
+    what `normalizer` must be. None: this batch is the step."""
 
     def __post_init__(self) -> None:
         _check_array("input_ids", self.input_ids, "iu", ndim=2)
@@ -66,6 +69,8 @@ class LayoutArrays:
         self._check_packed()
         if self.normalizer is not None:
             check_scalar("LayoutArrays.normalizer", self.normalizer, float)
+        if self.step_num_loss_tokens is not None:
+            check_scalar("LayoutArrays.step_num_loss_tokens", self.step_num_loss_tokens, int)
 
     def _check_packed(self) -> None:
         if self.max_seqlen is not None:

@@ -199,25 +199,40 @@ def _length_field(sequences: Sequences) -> Iterator[Finding]:
 
 
 def _normalizer(sequences: Sequences) -> Iterator[Finding]:
-    """A token mean over another number than that of the trained tokens."""
-    said = sequences.arrays.normalizer
-    if said is None:
-        return
+    """A token mean over another number than that of the step's trained tokens."""
+    said, step = sequences.arrays.normalizer, sequences.arrays.step_num_loss_tokens
     counted = int(sequences.trained.sum())
-    if said == counted:
+    if step is not None and step < counted:
+        yield finding(
+            "normalizer-mismatch",
+            expected=f"a step of at least the {counted} trained tokens that this batch alone has",
+            found=f"step_num_loss_tokens {step}",
+            likely="the step's total is of another step, or lacks micro-batches or ranks",
+        )
+        return
+    if said is None or said == (counted if step is None else step):
         return
     mask = sequences.arrays.attention_mask
     others = {
-        "all positions, padding too": sequences.arrays.input_ids.size,
-        "all tokens, prompts too": int((sequences.stop - sequences.start).sum()),
-        "the sequences": len(sequences.start),
-        "what attention sees": sequences.arrays.input_ids.size if mask is None else int(mask.sum()),
+        "the trained tokens of this micro-batch alone": counted,
+        "the number of all positions, padding too": sequences.arrays.input_ids.size,
+        "the number of all tokens, prompts too": int((sequences.stop - sequences.start).sum()),
+        "the number of the sequences": len(sequences.start),
+        "the number of what attention sees": sequences.arrays.input_ids.size
+        if mask is None
+        else int(mask.sum()),
     }
-    kind = next((f", the number of {name}" for name, count in others.items() if count == said), "")
+    kind = next((f", {name}" for name, count in others.items() if count == said), "")
+    likely = None
+    if step is None and said > counted and not kind:
+        likely = "the batch is a part of a step, whose total was not given; or a total of other data"
     yield finding(
         "normalizer-mismatch",
-        expected=f"{counted}, the trained tokens",
+        expected=f"{counted}, the trained tokens"
+        if step is None
+        else f"{step}, the trained tokens of the step",
         found=f"{said:g}{kind}",
+        likely=likely,
     )
 
 

@@ -75,15 +75,33 @@ def stop_overrun(subject: Subject) -> Iterator[Finding]:
         last = int(runs.stop[run] - runs.start[run]) - 1
         if not stopped[run] or tokens[0] == last:
             continue
-        first = subject.first_token(run)
-        yield finding(
-            "stop-overrun",
-            # Under ignore_eos a stop string may have ended it, and then the last token is no stop token.
-            severity="error" if tokens[-1] == last else "warning",
-            where=subject.where_run(run, np.array([tokens[0] + 1, last])),
-            expected="nothing after the first stop token of a turn that ended with `stop`",
-            found=f"{last - tokens[0]} tokens after the stop token at {first + tokens[0]}",
+        sample, turn = subject.samples[int(runs.sample[run])], int(runs.turn[run])
+        ids, how = subject.token_ids[subject.tokens_of(run)], subject.provenance_of(run)
+        kept = sample.stop_reasons[turn : turn + 1]
+        # Under ignore_eos a stop string may have ended it, and then the last token is no stop token.
+        sure = tokens[-1] == last or any(
+            passed_stop(ids, reason, how) is not None and says_why(reason, how) for reason in kept
         )
+        where = subject.where_run(run, np.array([tokens[0] + 1, last]))
+        yield overrun(ids, int(tokens[0]), subject.first_token(run), where, sure=sure)
+
+
+def overrun(ids: NDArray[np.int32], at: int, first: int, where: Where, *, sure: bool) -> Finding:
+    """That ids [C] of a turn, whose first token is `first`, go on after the stop token `at` among them."""
+    rest = ids[at + 1 :]
+    filled = len(rest) > 1 and bool((rest == rest[0]).all())
+    return finding(
+        "stop-overrun",
+        severity="error" if sure else "warning",
+        where=where,
+        expected="nothing after the first stop token of a turn that ended with `stop`",
+        found=f"{len(rest)} tokens after the stop token at {first + at}"
+        + (f", each of them id {rest[0]}" if filled else ""),
+        likely="padding behind the end, as `generate` returns it in a batch, was kept as if sampled"
+        if filled
+        else None,
+        fix="cut ids and logprobs of each completion after its first stop token" if filled else None,
+    )
 
 
 def finish_mismatch(subject: Subject) -> Iterator[Finding]:
@@ -98,14 +116,36 @@ def finish_mismatch(subject: Subject) -> Iterator[Finding]:
         if sample.finish_reasons[turn : turn + 1] != ("stop",):
             continue
         (reason,) = sample.stop_reasons[turn : turn + 1] or (None,)
+        ids, how = subject.token_ids[subject.tokens_of(run)], subject.provenance_of(run)
+        if passed_stop(ids, reason, how) is not None:
+            # `stop_overrun` tells it: no stop token was lost.
+            continue
         where = subject.where_run(run, runs.stop[run : run + 1] - runs.start[run] - 1)
-        yield from lost_stop(int(last[run]), reason, subject.provenance_of(run), where)
+        yield from lost_stop(int(last[run]), reason, how, where)
+
+
+def passed_stop(ids: NDArray[np.int32], stop_reason: StopReason | None, how: Provenance) -> int | None:
+    """The first place in a turn's ids [C] of the EOS that ended it, if the last is none such; else None.
+
+    Example:
+        [7, 2, 0, 0], EOS 2, no stop reason -> 1; [7, 2] -> None; [7, 0] -> None
+    """
+    if isinstance(stop_reason, str):
+        return None
+    ended = [each for each in how.eos_token_ids if stop_reason in (None, each)]
+    places = np.flatnonzero(np.isin(ids, ended))
+    return int(places[0]) if len(places) and places[-1] != len(ids) - 1 else None
+
+
+def says_why(stop_reason: StopReason | None, how: Provenance) -> bool:
+    """Whether it is known what ended the turn: engines that leave it out for stop strings too do not say."""
+    return stop_reason is not None or how.engine.casefold() in ENGINES_THAT_SAY_WHY
 
 
 def lost_stop(
     last: int | None, stop_reason: StopReason | None, how: Provenance, where: Where
 ) -> Iterator[Finding]:
-    """What is wrong with the end of a turn whose finish reason is `stop`.
+    """What is wrong with a turn whose finish reason is `stop`, and whose stop token stands nowhere.
 
     Args:
         last: its last sampled id; None where there is none.
@@ -118,11 +158,9 @@ def lost_stop(
     wanted = how.eos_token_ids if stop_reason is None else (stop_reason,)
     if not wanted or last in wanted:
         return
-    # Other engines leave the stop reason empty for stop strings too.
-    sure = stop_reason is not None or how.engine.casefold() in ENGINES_THAT_SAY_WHY
     yield finding(
         "finish-mismatch",
-        severity="error" if sure else "warning",
+        severity="error" if says_why(stop_reason, how) else "warning",
         where=where,
         expected=f"a turn that ended with `stop` to end with stop token {' or '.join(map(str, wanted))}",
         found="no token" if last is None else f"id {last}",

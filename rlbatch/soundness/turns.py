@@ -17,7 +17,7 @@ from rlbatch.engines.lengths import MIN_PLACEHOLDERS
 from rlbatch.errors import Finding, RecordError, SoundnessError, Where
 from rlbatch.records import Trajectory, Turn
 from rlbatch.records.structure import kind_of
-from rlbatch.soundness.stops import lost_stop
+from rlbatch.soundness.stops import lost_stop, overrun, passed_stop, says_why
 
 Decode: TypeAlias = Callable[[list[int]], str]
 """Ids to text, such as a tokenizer's `decode`; special tokens may be in it or not."""
@@ -128,8 +128,16 @@ def _num_placeholders(turn: Turn) -> int:
 
 def _finish(ended: _Ended) -> Iterator[Finding]:
     """A turn that ended with `stop`, and not with the token that says so."""
-    if ended.turn.finish_reason == "stop":
-        yield from lost_stop(ended.last, ended.turn.stop_reason, ended.turn.provenance, ended.where_last())
+    turn = ended.turn
+    if turn.finish_reason != "stop":
+        return
+    at = passed_stop(turn.completion_token_ids, turn.stop_reason, turn.provenance)
+    if at is None:
+        yield from lost_stop(ended.last, turn.stop_reason, turn.provenance, ended.where_last())
+    else:
+        first, stop = ended.num_prompt, ended.num_prompt + ended.num_completion
+        where, sure = ended.where(first + at + 1, stop), says_why(turn.stop_reason, turn.provenance)
+        yield overrun(turn.completion_token_ids, at, first, where, sure=sure)
 
 
 def _stop_added(ended: _Ended) -> Iterator[Finding]:

@@ -156,6 +156,9 @@ def _first_not_finite(content: object) -> str:
     return "a number that is not finite"
 
 
+_UNKNOWN_FIELD = "Object contains unknown field"
+"""How msgspec's complaint of a field that a struct forbids begins."""
+
 _SHOWN = (
     *("response", "request", "choices", "logprobs", "token_logprobs", "content", "logprob", "meta_info"),
     *("output_token_logprobs", "top_logprobs", "prompt_logprobs", "temperature", "top_p", "min_p"),
@@ -168,8 +171,12 @@ def _field(name: str) -> str:
 
 
 def _of_other_types(error: msgspec.ValidationError, place: Place) -> StorageError:
-    likely = "a file of another kind, or a field of another type"
-    return unusable(place.path, WANTED, _at_line(place, str(error)), likely=likely)
+    likely, fix = "a file of another kind, or a field of another type", None
+    if str(error).startswith(_UNKNOWN_FIELD):
+        # Only rows refuse fields.
+        likely = "a row in another library's names, or one with notes of its writer"
+        fix = f"name what a row has {', '.join(RecordedRow.__struct_fields__)}; leave anything else out"
+    return unusable(place.path, WANTED, _at_line(place, str(error)), likely=likely, fix=fix)
 
 
 def _at_line(place: Place, text: str) -> str:

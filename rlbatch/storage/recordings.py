@@ -1,6 +1,6 @@
 """Recorded JSON, read as samples: rollouts, reply wrappers, and `.jsonl` of either.
 
-    rollouts  {sampling, rows: [{prompt_ids, ids, lp, text, finish_reason, stop_reason, routed_experts}, ...]}
+    rollouts  {sampling, rows: [{prompt_ids, ids, lp, ...}, ...]}, a row as `RecordedRow` says
     wrapper   {endpoint, request, status, response | sse | response_text}
 
 `sampling` lists what differed from neutral. A row with a fault of its own (counts, nulls, infinities) comes
@@ -10,9 +10,8 @@ from a `Statement`.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypeAlias
 
 import msgspec
 
@@ -50,8 +49,17 @@ class Row:
     """How much of the file is read by now, 0 to 1."""
 
 
-_Entry: TypeAlias = tuple[Turn | ReplyError, float, bool]
-"""What an entry became, the share of its document read by then, and whether it says what ended it."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Entry:
+    """What an entry of a document became."""
+
+    outcome: Turn | ReplyError
+    done: float
+    """The share of its document read by then, 0 to 1."""
+    end_known: bool = True
+    """It says what ended it."""
+    row: RecordedRow = field(default_factory=RecordedRow)
+    """The row that it is; says nothing where it is of a reply."""
 
 
 def read_recording(
@@ -93,20 +101,20 @@ def read_recording(
         if use is not None:
             use.line = place.line or 0
         entries = _entries(document, place, index, statement, identity, use)
-        for number, (outcome, done, end_known) in enumerate(entries):
-            where = place.entry(index, number)
-            share = place.share(done)
-            if isinstance(outcome, ReplyError):
-                yield Row(index=index, sample=None, findings=_row_findings(outcome, where), share=share)
+        for number, entry in enumerate(entries):
+            where = _place_of(entry.row, place, index, number)
+            share = place.share(entry.done)
+            if isinstance(entry.outcome, ReplyError):
+                yield Row(index=index, sample=None, findings=_row_findings(entry.outcome, where), share=share)
             else:
                 # Entries of one prompt are a group: the first one's number names it.
-                prompt = outcome.prompt_token_ids.tobytes()
+                prompt = entry.outcome.prompt_token_ids.tobytes()
                 group = groups.setdefault(prompt, f"{place.name}@{number}")
-                trajectory = Trajectory(trajectory_id=str(where.trajectory), turns=(outcome,), group_id=group)
+                trajectory = _trajectory(entry.outcome, entry.row, where, group)
                 yield Row(
                     index=index,
-                    sample=_sample(trajectory, where, end_known=end_known),
-                    findings=_turn_findings(trajectory, where, end_known=end_known),
+                    sample=_sample(trajectory, where, end_known=entry.end_known),
+                    findings=_turn_findings(trajectory, where, end_known=entry.end_known),
                     share=share,
                 )
             index += 1
@@ -142,6 +150,29 @@ def _row_findings(error: ReplyError, where: Where) -> tuple[Finding, ...]:
     return located.findings
 
 
+_OF_THE_END = ("finish-mismatch", "stop-overrun")
+"""What a turn shows by what the engine says that ended it."""
+
+
+def _place_of(row: RecordedRow, place: Place, index: int, number: int) -> Where:
+    where = place.entry(index, number)
+    return where if row.trajectory_id is None else replace(where, trajectory=row.trajectory_id)
+
+
+def _trajectory(turn: Turn, row: RecordedRow, where: Where, group: str) -> Trajectory:
+    """The entry's one turn with what its row says of the rollout; `group` where it names none."""
+    try:
+        return Trajectory(
+            trajectory_id=str(where.trajectory),
+            turns=(turn,),
+            group_id=group if row.group_id is None else row.group_id,
+            reward=row.reward,
+            advantage=row.advantage,
+        )
+    except RecordError as error:
+        raise ReplyError.of(_malformed(str(error), where)) from None
+
+
 def _turn_findings(trajectory: Trajectory, where: Where, *, end_known: bool) -> tuple[Finding, ...]:
     """What the entry's turn shows by itself, at its place in the file."""
     return tuple(
@@ -150,7 +181,7 @@ def _turn_findings(trajectory: Trajectory, where: Where, *, end_known: bool) -> 
             where=replace(where, turn=found.where.turn, start=found.where.start, stop=found.where.stop),
         )
         for found in check_sound_trajectory(trajectory)
-        if end_known or found.code != "finish-mismatch"
+        if end_known or found.code not in _OF_THE_END
     )
 
 
@@ -190,13 +221,14 @@ def _recorded_rows(
 ) -> Iterator[_Entry]:
     """The turn of each row; with stops of the request's own, a row must say which of them ended it."""
     for number, row in enumerate(rows):
-        where = place.entry(first + number, number)
+        where = _place_of(row, place, first + number, number)
         try:
             turn: Turn | ReplyError = to_turn(output_of(row, f"row {number}", where), provenance)
         except ReplyError as error:
             turn = _located(error, where)
         silent = row.finish_reason == "stop" and row.stop_reason is msgspec.UNSET
-        yield turn, (number + 1) / len(rows), not (own_stops and silent)
+        done = (number + 1) / len(rows)
+        yield _Entry(outcome=turn, done=done, end_known=not (own_stops and silent), row=row)
 
 
 def _reply(document: Document, provenance: Provenance) -> Iterator[_Entry]:
@@ -204,10 +236,10 @@ def _reply(document: Document, provenance: Provenance) -> Iterator[_Entry]:
     try:
         turns = turns_of_exchange(document, provenance)
     except ReplyError as error:
-        yield error, 1.0, True
+        yield _Entry(outcome=error, done=1.0)
         return
     for number, turn in enumerate(turns):
-        yield turn, (number + 1) / len(turns), True
+        yield _Entry(outcome=turn, done=(number + 1) / len(turns))
 
 
 def _located(error: ReplyError, where: Where, *, line: int | None = None) -> ReplyError:

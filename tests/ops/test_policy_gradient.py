@@ -177,10 +177,6 @@ def test_what_is_not_finite_is_seen_and_what_is_excluded_has_no_gradient(
     ("changes", "error", "text"),
     [
         ({"loss": "clip"}, DtypeError, "loss: found str, expected a PolicyLoss"),
-        ({"loss": PolicyLoss(kind="klip", low=0.8, high=1.2)}, ScaleError, "loss.kind: found 'klip'"),
-        ({"loss": PolicyLoss(kind="clip", low=1.2, high=0.8)}, ScaleError, "low 1.2 and high 0.8"),
-        ({"loss": PolicyLoss(kind="cap", low=-0.1, high=0.8)}, ScaleError, "expected 0 <= low <= high"),
-        ({"loss": PolicyLoss(kind="cap", low=0.0, high=math.nan)}, ScaleError, "high nan"),
         ({"advantages": torch.ones(4)}, ShapeError, r"advantages: found shape \[4\], expected \[4, 40\]"),
         ({"advantages": torch.ones(4, 40).half()}, DtypeError, "advantages: found torch.float16"),
         ({"advantages": torch.ones(4, 40, device="meta")}, DtypeError, "advantages: found a meta tensor"),
@@ -190,3 +186,28 @@ def test_what_is_not_finite_is_seen_and_what_is_excluded_has_no_gradient(
 def test_mistakes_are_named(changes: dict[str, Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         alignment_stats_and_policy_gradient(**{**a_batch(40), "loss": CLIP, **changes})
+
+
+@pytest.mark.parametrize(
+    ("kind", "low", "high", "error", "says"),
+    [
+        ("ppo", 0.8, 1.2, ScaleError, "kind: found 'ppo', expected 'clip' or 'cap'"),
+        ("ratio", 0.8, 1.2, ScaleError, "kind: found 'ratio'"),
+        ("clip", 1.2, 0.8, ScaleError, r"low 1\.2 and high 0\.8, expected 0 <= low <= high"),
+        ("cap", -0.1, 0.8, ScaleError, "expected 0 <= low <= high"),
+        ("cap", 0.0, math.nan, ScaleError, "high nan"),
+        ("cap", None, 2.0, DtypeError, r"PolicyLoss\.low: found NoneType, expected a number"),
+        ("clip", 0.8, True, DtypeError, r"PolicyLoss\.high: found bool"),
+        # The epsilons of other libraries: their clamp would leave no gradient at ratio 1 where A > 0.
+        ("clip", 0.2, 0.28, ScaleError, r"low <= 1 <= high: .* are low=0\.8, high=1\.28"),
+        ("clip", 1.2, 1.5, ScaleError, "low <= 1 <= high"),
+    ],
+)
+def test_a_loss_that_cannot_be_is_refused_where_it_is_made(kind, low, high, error, says):
+    with pytest.raises(error, match=says):
+        PolicyLoss(kind=kind, low=low, high=high)
+
+
+def test_bounds_at_the_ratio_1_itself_and_caps_below_it_are_fine():
+    PolicyLoss(kind="clip", low=1.0, high=1)
+    PolicyLoss(kind="cap", low=0.0, high=0.5)
