@@ -115,6 +115,14 @@ def test_a_lag_that_tokens_speak_against_is_no_shift():
     assert "shifted" in dict(codes(verdict_of(batch_of(inference.tolist()), trainer.tolist())))
 
 
+@pytest.mark.parametrize(("noise", "code"), [(0.1, "shifted"), (0.5, "unexplained")])
+def test_a_lag_must_leave_no_more_than_noise(noise, code):
+    # At lag -1 a sixth is left of what lag 0 leaves, 3 nats: with 0.5 nats still open that is no explanation.
+    trainer = np.random.default_rng(0).uniform(-12, -1, 40)
+    inference = np.roll(trainer, 1) + noise * np.array([1, -1] * 20)
+    assert codes(verdict_of(batch_of(inference.tolist()), trainer.tolist())) == [(code, "error")]
+
+
 def test_constant_logprobs_suggest_no_lag():
     assert verdict_of(batch_of([0.0] * 6), [0.0] * 6).findings == ()
     assert verdict_of(batch_of([-1.0] * 6), [-1.0] * 6).findings == ()
@@ -349,6 +357,18 @@ def test_old_data_that_moved_far_but_belongs_to_its_tokens_is_a_warning_and_not_
 def test_a_row_too_short_for_a_verdict_may_still_be_doubted():
     strangers = [-4.0, -0.1, -3.5, -0.2, -0.6]
     verdict = verdict_of(batch_of(strangers), [-0.3, -2.8, -0.2, -4.0, -2.0])
+    assert codes(verdict) == [("unexplained", "warning")]
+    assert verdict.judged is False
+
+
+def test_one_doubt_leaves_a_step_unjudged_however_much_is_clean():
+    clean = batch_of(TRUTH * 150)
+    assert verdict_of(clean, TRUTH * 150).judged is True
+    judge = Judge(trainer_version=None)
+    judge.add(measure(clean, trainer_for(clean, TRUTH * 150)))
+    strangers = batch_of([-4.0, -0.1, -3.5, -0.2, -0.6])
+    judge.add(measure(strangers, trainer_for(strangers, [-0.3, -2.8, -0.2, -4.0, -2.0])))
+    verdict = judge.verdict()
     assert codes(verdict) == [("unexplained", "warning")]
     assert verdict.judged is False
 
