@@ -11,6 +11,8 @@ from builders import provenance, sample
 from rlbatch.alignment import Judge, Limits, measure, require_aligned
 from rlbatch.alignment.drift import Drift, age_of, drift_findings
 from rlbatch.alignment.measure import COLUMN
+from rlbatch.alignment.pools import Pool
+from rlbatch.catalogue import finding
 from rlbatch.collate import collate
 from rlbatch.errors import AlignmentError, RecordError
 from rlbatch.records import SamplingParams, VersionSpan
@@ -371,6 +373,19 @@ def test_one_doubt_leaves_a_step_unjudged_however_much_is_clean():
     verdict = judge.verdict()
     assert codes(verdict) == [("unexplained", "warning")]
     assert verdict.judged is False
+
+
+def test_a_pool_that_is_in_doubt_says_nothing_beside_what_is_sure():
+    doubt = finding("prefix-differs", severity="warning", expected="one prefix", found="two")
+    for inference, expected in (
+        (TRUTH, [("prefix-differs", "warning")]),
+        ([-0.9, *TRUTH[:-1]], [("shifted", "error")]),
+    ):
+        judge = Judge(trainer_version=None)
+        batch = batch_of(inference)
+        judge.add(measure(batch, trainer_for(batch, TRUTH)))
+        judge.pools[provenance(engine="sglang")] = Pool(cause=doubt)
+        assert codes(judge.verdict()) == expected
 
 
 def test_two_gross_stretches_are_not_averaged_with_what_lies_between():
