@@ -11,6 +11,8 @@ from builders import provenance, sample
 from rlbatch.alignment import Judge, Limits, measure, require_aligned
 from rlbatch.alignment.drift import Drift, age_of, drift_findings
 from rlbatch.alignment.measure import COLUMN
+from rlbatch.alignment.pools import Pool
+from rlbatch.catalogue import finding
 from rlbatch.collate import collate
 from rlbatch.errors import AlignmentError, RecordError
 from rlbatch.records import SamplingParams, VersionSpan
@@ -113,6 +115,14 @@ def test_a_lag_that_tokens_speak_against_is_no_shift():
     for values in (trainer, inference):
         values[[13, 16]] = -0.5
     assert "shifted" in dict(codes(verdict_of(batch_of(inference.tolist()), trainer.tolist())))
+
+
+@pytest.mark.parametrize(("noise", "code"), [(0.1, "shifted"), (0.5, "unexplained")])
+def test_a_lag_must_leave_no_more_than_noise(noise, code):
+    # At lag -1 a sixth is left of what lag 0 leaves, 3 nats: with 0.5 nats still open that is no explanation.
+    trainer = np.random.default_rng(0).uniform(-12, -1, 40)
+    inference = np.roll(trainer, 1) + noise * np.array([1, -1] * 20)
+    assert codes(verdict_of(batch_of(inference.tolist()), trainer.tolist())) == [(code, "error")]
 
 
 def test_constant_logprobs_suggest_no_lag():
@@ -385,6 +395,31 @@ def test_a_row_too_short_for_a_verdict_may_still_be_doubted():
     verdict = verdict_of(batch_of(strangers), [-0.3, -2.8, -0.2, -4.0, -2.0])
     assert codes(verdict) == [("unexplained", "warning")]
     assert verdict.judged is False
+
+
+def test_one_doubt_leaves_a_step_unjudged_however_much_is_clean():
+    clean = batch_of(TRUTH * 150)
+    assert verdict_of(clean, TRUTH * 150).judged is True
+    judge = Judge(trainer_version=None)
+    judge.add(measure(clean, trainer_for(clean, TRUTH * 150)))
+    strangers = batch_of([-4.0, -0.1, -3.5, -0.2, -0.6])
+    judge.add(measure(strangers, trainer_for(strangers, [-0.3, -2.8, -0.2, -4.0, -2.0])))
+    verdict = judge.verdict()
+    assert codes(verdict) == [("unexplained", "warning")]
+    assert verdict.judged is False
+
+
+def test_a_pool_that_is_in_doubt_says_nothing_beside_what_is_sure():
+    doubt = finding("prefix-differs", severity="warning", expected="one prefix", found="two")
+    for inference, expected in (
+        (TRUTH, [("prefix-differs", "warning")]),
+        ([-0.9, *TRUTH[:-1]], [("shifted", "error")]),
+    ):
+        judge = Judge(trainer_version=None)
+        batch = batch_of(inference)
+        judge.add(measure(batch, trainer_for(batch, TRUTH)))
+        judge.pools[provenance(engine="sglang")] = Pool(cause=doubt)
+        assert codes(judge.verdict()) == expected
 
 
 def test_two_gross_stretches_are_not_averaged_with_what_lies_between():
