@@ -105,8 +105,8 @@ def test_lags_that_follow_the_number_of_the_row_are_a_rule():
 
 
 def test_lags_that_follow_the_prompt_of_a_sequence_hold_for_all_its_turns():
-    # Prompts of 3, 5 and 6 tokens, lags of minus what each is longer than the shortest. The second turns begin
-    # after 45, 57 and 52 tokens, which no lag follows.
+    # Prompts of 3, 5 and 6 tokens, lags of minus what each is longer than the shortest. The second turns
+    # begin after 45, 57 and 52 tokens, which no lag follows.
     rng = np.random.default_rng(0)
     made, truths = [], []
     for number, (num_prompt, num_first) in enumerate([(3, 40), (5, 50), (6, 44)]):
