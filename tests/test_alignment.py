@@ -183,7 +183,7 @@ def test_logprobs_that_cannot_be_of_this_batch_are_refused(trainer):
 
 
 def offset_batch(offset, num_tokens, **changes):
-    """Every other ratio is e^offset and the rest 2 - e^offset: their mean is 1, as of tokens that were drawn."""
+    """Every other ratio is e^offset, the rest 2 - e^offset: their mean is 1, as of tokens that were drawn."""
     truth = np.random.default_rng(0).uniform(-4, -0.6, num_tokens)
     log_ratio = np.where(np.arange(num_tokens) % 2, offset, np.log(2 - np.exp(offset)))
     return batch_of((truth - log_ratio).tolist(), **changes), truth.tolist()
@@ -439,7 +439,7 @@ def test_zeros_of_old_data_need_more_evidence():
 
 
 def test_each_age_needs_tokens_of_its_own_to_be_judged():
-    # 600 tokens of two versions each, all 0.37 nats off or more: no limit applies to either, and nothing is judged.
+    # 600 tokens of two versions each, 0.37 nats off or more: no limit applies to either, nothing is judged.
     judge = Judge(trainer_version=2)
     for version in (1, 2):
         batch, truth = offset_batch(0.37, 600, version=version)
