@@ -5,6 +5,7 @@ no token and the engine's values are those of q. Renormalised over a kept set, t
 p gives the set. Penalties, and a temperature with values to match, leave out no token and do not show here.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 
 from rlbatch.alignment.drift import Sums, age_text
@@ -43,4 +44,4 @@ def mean_error(sums: Sums) -> float:
     Example:
         ratios 0.5, 1, 1.5, 1: squares of 1 - ratio add up to 0.5, and the error is sqrt(0.5) / 4 = 0.177
     """
-    return max(sums.sum_drawn_squared, 0.0) ** 0.5 / sums.num_drawn
+    return math.sqrt(max(sums.sum_drawn_squared, 0.0)) / sums.num_drawn
