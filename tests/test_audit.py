@@ -197,7 +197,7 @@ def test_a_planted_lag_is_named_with_its_sign_in_every_row_of_sixteen_tokens(
 def test_figures_leave_out_what_has_a_fault_and_findings_name_the_sample(
     scorer: Scorer, tmp_path: Path, samples: list[Sample]
 ) -> None:
-    spoilt = FAULTS["logprob-positive"].corrupt(samples[5], np.random.default_rng(0))
+    (spoilt,) = FAULTS["logprob-positive"].plant([samples[5]], np.random.default_rng(0))
     whole = one(stored(tmp_path, samples), scorer)
     (tmp_path / "spoilt").mkdir()
     report = one(stored(tmp_path / "spoilt", [*samples[:5], spoilt, *samples[6:]]), scorer)
@@ -493,8 +493,8 @@ def test_shards_that_do_not_say_bos_and_eos_are_checked_with_those_of_the_model(
         return replace(sample, provenances=tuple(replace(each, **changed) for each in sample.provenances))
 
     rng = np.random.default_rng(0)
-    doubled = FAULTS["bos-doubled"].corrupt(samples[3], rng)
-    lost = FAULTS["finish-mismatch"].corrupt(samples[5], rng)
+    (doubled,) = FAULTS["bos-doubled"].plant([samples[3]], rng)
+    (lost,) = FAULTS["finish-mismatch"].plant([samples[5]], rng)
     path = stored(tmp_path, [silent(samples[0]), silent(doubled), silent(lost)])
     report = one(path, scorer)
     assert [(found.code, found.where.sample) for found in report.findings] == [

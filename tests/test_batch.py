@@ -3,6 +3,7 @@
 import dataclasses
 import pickle
 
+import pytest
 import torch
 from builders import sample
 from torch.utils import _pytree as pytree
@@ -10,6 +11,7 @@ from torch.utils.data import DataLoader
 
 from rlbatch.batch import FIELD_ALIGNMENT, Batch
 from rlbatch.collate import collate
+from rlbatch.errors import RecordError
 
 
 def small(layout: str = "packed") -> Batch:
@@ -140,3 +142,10 @@ def test_pickled_the_buffer_goes_once_and_alone():
         back = pickle.loads(text)
         assert in_one_buffer(back)
         assert_same(back, batch)
+
+
+@pytest.mark.parametrize("device", [torch.float16, torch.zeros(1), None])
+def test_what_is_no_device_is_refused_by_name(device):
+    batch = collate([sample([1, 5], [7, 2], [-0.5, -0.25])], layout="packed")
+    with pytest.raises(RecordError, match=r"Batch\.to: expected a device, found"):
+        batch.to(device)

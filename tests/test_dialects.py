@@ -168,7 +168,29 @@ def back_and_forth(form, dialect: str, batch: Batch) -> set[str]:
     return {name for name in names if getattr(back, name) is not None}
 
 
-@pytest.mark.parametrize("drop", [["advantage"], ["loss_mask"], ["token_ids"], "temperature"])
+@pytest.mark.parametrize("dialect", ["trl", "verl", "prime_rl", "tinker"])
+def test_a_key_that_would_be_lost_on_the_way_back_is_refused_unless_it_is_dropped(dialect):
+    batch = small()
+    form = as_dict(batch, dialect, drop=_LOST.get(dialect, ()))
+    form["entropys"] = torch.zeros(1)
+    with pytest.raises(RecordError, match=r"found 'entropys', which would be lost.*drop=\('entropys',\)"):
+        from_dict(form, dialect, like=batch)
+    back = from_dict(form, dialect, like=batch, drop=["entropys"])
+    assert torch.equal(back.input_ids, batch.input_ids)
+
+
+_LOST = {"trl": ["temperature"], "tinker": ["temperature"]}
+
+
+def test_one_name_in_place_of_several_is_refused_as_text():
+    batch = small()
+    with pytest.raises(RecordError, match=r"as_dict\('verl'\): drop: .* found the text 'policy_version'"):
+        as_dict(batch, "verl", drop="policy_version")
+    with pytest.raises(RecordError, match=r"from_dict\('verl'\): drop: .* found the text 'entropys'"):
+        from_dict(as_dict(batch, "verl"), "verl", like=batch, drop="entropys")
+
+
+@pytest.mark.parametrize("drop", [["advantage"], ["loss_mask"], ["token_ids"]])
 def test_a_name_to_drop_that_is_no_field_is_refused(drop):
     with pytest.raises(RecordError, match=r"as_dict\('trl'\): drop: expected one of inference_logprobs"):
         as_dict(small(), "trl", drop=drop)

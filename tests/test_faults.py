@@ -17,6 +17,7 @@ from rlbatch.faults import (
     ROUTING_FAULTS,
     SET_FAULTS,
     TURN_FAULTS,
+    NoPlaceError,
     shift,
 )
 from rlbatch.records import Sample, identical
@@ -121,3 +122,10 @@ def test_a_rule_among_lags_leaves_prompt_and_mask_and_moves_two_rows_at_least():
         lags += fits
     # The prompts are 3, 4 and 4 tokens long: with this seed that is what the lags follow.
     assert [abs(lag) for lag in lags] == [0, 1, 1]
+
+
+def test_a_fault_is_planted_by_plant_alone_which_raises_where_there_is_no_place():
+    fault = FAULTS["shifted-from"]
+    assert not hasattr(fault, "corrupt")
+    with pytest.raises(NoPlaceError, match="expected a place for 'shifted-from', found none in 1 samples"):
+        fault.plant([sample([1, 5], [7, 8, 2], [-0.1, -0.2, -0.3])], np.random.default_rng(0))

@@ -210,6 +210,26 @@ def test_a_value_off_the_grid_behind_sixteen_on_it_is_enough_to_tell():
     assert check_sound([sample([1, 5], list(range(10, 27)), values)], purpose="train") == ()
 
 
+@pytest.mark.parametrize(("count", "expected"), [(16, ["low-precision-logprobs"]), (15, [])])
+def test_sixteen_distinct_fp16_values_are_no_chance(count, expected):
+    # Two of them are subnormal in fp16, and none is a bf16 number.
+    exact = -np.exp(np.linspace(-11, 2, count))
+    values = exact.astype(np.float16).astype(np.float32)
+    rounded = sample([1, 5], list(range(10, 10 + count)), values.tolist())
+    found = check_sound([rounded], purpose="train")
+    assert [each.code for each in found] == expected
+    assert all(each.found == "16 distinct values, each an fp16 number" for each in found)
+    one_off = sample([1, 5], list(range(10, 10 + count)), exact.tolist())
+    assert check_sound([one_off], purpose="train") == ()
+
+
+def test_values_of_bf16_are_not_called_fp16():
+    # 7 bits and exponents beyond fp16's 5 are bf16's own; both grids hold 0.5.
+    rounded = sample([1, 5], list(range(10, 26)), as_bf16(-np.exp(np.linspace(-30, 2, 16))).tolist())
+    (found,) = check_sound([rounded], purpose="train")
+    assert found.found == "16 distinct values, each a bf16 number"
+
+
 def test_round_numbers_that_repeat_are_no_rounding():
     assert check_sound([sample([1, 5], [7] * 60, [-0.5, 0.0, -0.25, -1.0] * 15)], purpose="train") == ()
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from rlbatch.batch.buffer import Slot, slot_in
+from rlbatch.errors import RecordError
 from rlbatch.packing import StepInfo
 from rlbatch.records import FinishReason, Provenance, Purpose, Segment, StopReason
 
@@ -161,7 +162,16 @@ class Batch:
         return segment.start - offset + 1, segment.stop - offset + 1
 
     def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> "Batch":
-        """The batch with its tensors on `device`: one copy of the buffer, where they lie in one."""
+        """The batch with its tensors on `device`: one copy of the buffer, where they lie in one.
+
+        Raises:
+            RecordError: `device` is none, such as a dtype: what each tensor holds has one dtype.
+        """
+        if not isinstance(device, (torch.device, str, int)):
+            raise RecordError(
+                f"Batch.to: expected a device, found {type(device).__name__} {device}; the dtypes of a batch "
+                "are fixed, so cast the model, or what is made of single tensors"
+            )
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self, device: torch.device | str | None = None) -> "Batch":

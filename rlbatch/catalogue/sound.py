@@ -80,9 +80,10 @@ ENTRIES = (
         code="low-precision-logprobs",
         level="sound",
         severity="warning",
-        symptom="Logprobs were rounded to bf16.",
-        check="At least 16 distinct values of a turn, all of them bf16 numbers.",
-        likely="they were stored or sent as bf16 (KLD 4e-6, single tokens off by 0.02 nats)",
+        symptom="Logprobs were rounded to bf16 or fp16.",
+        check="At least 16 distinct values of a turn, all of them bf16 numbers, or all fp16 numbers.",
+        likely="they were stored or sent in half precision (bf16: KLD 4e-6, single tokens off by 0.02 nats; "
+        "fp16: by 0.002)",
         fix="keep logprobs in float32 from the engine to the loss",
     ),
     Entry(
@@ -104,6 +105,15 @@ ENTRIES = (
         "standard deviation",
         fix="set Trajectory.advantage, or Sample.advantages of what is stored, to a finite number: 0 for a "
         'group without spread. Where nothing is trained, say purpose="audit"',
+    ),
+    Entry(
+        code="advantage-misplaced",
+        level="sound",
+        severity="error",
+        symptom="A token that nobody sampled has an advantage, so that the column is not of these tokens.",
+        check="Advantages other than 0 where no turn sampled the token; not looked at in an audit.",
+        likely="advantages were shifted by a token on their way here, or spread over the prompt too",
+        fix="set Trajectory.advantage and let to_samples spread it, or write 0 where `turn` is -1",
     ),
     Entry(
         code="temperature-contradicted",

@@ -19,7 +19,8 @@ DTYPES = ("float32", "float64", "bfloat16", "float16")
 FORMATS = ("terminal", "json")
 
 HELP: dict[str, str] = {
-    "engine": "What sampled.",
+    "engine": "What sampled; of rows from elsewhere, as transformers, vllm: its rules of truncation and "
+    "of stop reasons are then held against them.",
     "engine_version": "Its version, kept for the record.",
     "logprobs_mode": "What the logprobs are of; vLLM's own default is raw.",
     "temperature": "0 is greedy.",

@@ -41,7 +41,7 @@ def as_dict(batch: Batch, dialect: str, *, drop: Collection[str] = ()) -> dict[s
         as_dict(batch, "trl", drop=["temperature", "policy_version"])["completion_ids"]
     """
     form = _named(dialect)
-    dropped = frozenset(drop)
+    dropped = _names(drop, f"as_dict({dialect!r})")
     samples = unpack(batch)
     form.require_carried(samples, dropped)
     made = form.encode(samples, dropped)
@@ -53,19 +53,22 @@ def as_dict(batch: Batch, dialect: str, *, drop: Collection[str] = ()) -> dict[s
     return moved
 
 
-def from_dict(form: Mapping[str, Any], dialect: str, *, like: Batch) -> Batch:
+def from_dict(form: Mapping[str, Any], dialect: str, *, like: Batch, drop: Collection[str] = ()) -> Batch:
     """A trainer's dict as a batch again: what it carries from there, everything else as in `like`.
 
     Logprobs, advantages and temperatures are taken at trained tokens; elsewhere the dict holds fillers. A
     token that the dict trains and `like` did not keeps its value of `like` where the dict has a filler.
+    Values of bfloat16 or float16 are taken as they are, and stay that coarse: 0.02 nats at -5 in bfloat16.
 
     Args:
         form: what `as_dict` made, perhaps with values that the trainer changed or added.
         dialect: whose it is.
         like: the batch that `as_dict` was given; the result has its layout, padding, purpose, step, device.
+        drop: keys of the dict that the batch has no place for, and that may be lost.
 
     Raises:
-        RecordError: no such dialect; a key is missing; rows, lengths or shapes are not those of `like`; ids
+        RecordError: no such dialect; a key is missing, or one is there that the dialect does not have and
+            `drop` does not name; rows, lengths or shapes are not those of `like`; ids
             that are no integers, masks of anything but 0 and 1, values that float32 does not hold; what the
             dict says twice and differently; a newly trained token for which dict and `like` have no value.
 
@@ -73,8 +76,17 @@ def from_dict(form: Mapping[str, Any], dialect: str, *, like: Batch) -> Batch:
         from_dict(as_dict(batch, "verl"), "verl", like=batch) says what `batch` says
     """
     how, samples = _named(dialect), unpack(like)
+    reading.mapping(form, f"the form of {dialect}")
+    known = {*how.keys, *_names(drop, f"from_dict({dialect!r})")}
+    lost = [key for key in form if key not in known]
+    if lost:
+        raise RecordError(
+            f"from_dict({dialect!r}): expected keys of {', '.join(how.keys)}, found {lost[0]!r}"
+            + (f" and {len(lost) - 1} more" if len(lost) > 1 else "")
+            + f", which would be lost. If that is meant, say drop=({lost[0]!r},)"
+        )
     try:
-        changes = how.decode(reading.mapping(form, f"the form of {dialect}"), samples)
+        changes = how.decode(form, samples)
     except KeyError as error:
         raise RecordError(f"from_dict({dialect!r}): expected a key {error}, found {sorted(form)}") from error
     changed = [replace(sample, **change) for sample, change in zip(samples, changes, strict=True)]
@@ -113,6 +125,12 @@ def _padding_of(batch: Batch) -> Padding:
         sequence_multiple=multiple,
         row_multiple=width,
     )
+
+
+def _names(drop: Collection[str], label: str) -> frozenset[str]:
+    if isinstance(drop, str):
+        raise RecordError(f"{label}: drop: expected several names, found the text {drop!r}; say ({drop!r},)")
+    return frozenset(drop)
 
 
 def _named(dialect: str) -> Dialect:

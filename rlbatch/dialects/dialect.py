@@ -42,6 +42,8 @@ class Dialect:
     name: str
     carries: tuple[str, ...]
     """Fields at trained tokens, besides ids and mask, which every form has."""
+    keys: tuple[str, ...]
+    """Of the form, those that it need not have too."""
     one_value_a_row: tuple[str, ...] = ()
     """Fields for which the form has one number a row."""
     count_key: str | None = None

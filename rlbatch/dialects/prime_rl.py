@@ -109,6 +109,11 @@ def _experts(spec: Mapping[str, Any], samples: Sequence[Sample]) -> NDArray[Any]
 PRIME_RL = Dialect(
     name="prime_rl",
     carries=(*_STREAMS, "temperature", "routed_experts"),
+    keys=(
+        *("input_ids", "loss_mask", "position_ids", "sequence_lengths", "seq_lens", "env_names"),
+        *_STREAMS.values(),
+        *("temperatures", "routed_experts"),
+    ),
     encode=_encode,
     decode=_decode,
 )

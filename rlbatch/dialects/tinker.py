@@ -74,4 +74,4 @@ def _with_first(column: NDArray[Any]) -> NDArray[Any]:
     return np.concatenate([np.zeros(1, column.dtype), column])
 
 
-TINKER = Dialect(name="tinker", carries=tuple(_INPUTS), encode=_encode, decode=_decode)
+TINKER = Dialect(name="tinker", carries=tuple(_INPUTS), keys=("data",), encode=_encode, decode=_decode)

@@ -70,6 +70,11 @@ def _decode(form: Mapping[str, Any], samples: Sequence[Sample]) -> list[dict[str
 TRL = Dialect(
     name="trl",
     carries=("advantages", *_LOGPROBS),
+    keys=(
+        *("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask"),
+        *_LOGPROBS.values(),
+        *("advantages", "num_items_in_batch"),
+    ),
     one_value_a_row=("advantages",),
     count_key="num_items_in_batch",
     encode=_encode,

@@ -106,6 +106,11 @@ def _require_agreement(
 VERL = Dialect(
     name="verl",
     carries=(*_PER_TOKEN, "temperature", "routed_experts"),
+    keys=(
+        *("prompts", "responses", "input_ids", "attention_mask", "position_ids", "response_mask"),
+        *_PER_TOKEN.values(),
+        *("temperature", "routed_experts"),
+    ),
     one_value_a_row=("temperature",),
     encode=_encode,
     decode=_decode,

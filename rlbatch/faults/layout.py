@@ -1,7 +1,7 @@
 """Faults of a packed or padded batch as arrays."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import InitVar, dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -23,8 +23,13 @@ class LayoutFault:
     """Of the finding that names it."""
     story: str
     """How it comes about in real pipelines."""
-    corrupt: Callable[[LayoutArrays, Chosen], LayoutArrays]
+    corrupt: InitVar[Callable[[LayoutArrays, Chosen], LayoutArrays]]
     """The arrays in, a spoilt copy out; the arrays themselves where they offer no place for this fault."""
+    _spoil: Callable[[LayoutArrays, Chosen], LayoutArrays] = field(init=False, repr=False)
+    """`corrupt`, for `plant` alone: by itself it says nothing where it finds no place."""
+
+    def __post_init__(self, corrupt: Callable[[LayoutArrays, Chosen], LayoutArrays]) -> None:
+        object.__setattr__(self, "_spoil", corrupt)
 
     def plant(self, arrays: LayoutArrays, rng: np.random.Generator, *, share: float = 1.0) -> LayoutArrays:
         """A copy with `share` of the sequences spoilt, at least one.
@@ -35,7 +40,7 @@ class LayoutFault:
         num_sequences = len(_spans(arrays))
         count = max(1, round(share * num_sequences))
         chosen = sorted(rng.choice(num_sequences, count, replace=False).tolist())
-        planted = self.corrupt(arrays, chosen)
+        planted = self._spoil(arrays, chosen)
         if planted is arrays:
             raise NoPlaceError(f"plant: expected a place for {self.code!r}, found none")
         return planted

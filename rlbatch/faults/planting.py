@@ -1,11 +1,12 @@
 """How corruptions are planted: `Fault` spoils samples, `ModelFault` spoils what a model says of them as well.
 
+`plant` is how: it raises where good data offers no place, so that what comes back is spoilt.
 Knows nothing of the checks. Both leave the originals as they are; magnitudes and places are drawn from the
 generator that is passed.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import InitVar, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -51,13 +52,18 @@ class Fault:
     """Of the finding that names it."""
     story: str
     """How it comes about in real pipelines."""
-    corrupt: Corruption | GroupCorruption
+    corrupt: InitVar[Corruption | GroupCorruption]
     together: bool = False
     """`corrupt` takes all chosen samples at once: it needs more than one."""
     alike: bool = False
     """Every sample is spoilt by the same draw: a fault in how a whole run is set up."""
     rescored: bool = False
     """Ids or temperature are changed too: only trainer logprobs of the spoilt samples show the fault."""
+    _spoil: Corruption | GroupCorruption = field(init=False, repr=False)
+    """`corrupt`, for `plant` alone: by itself it says nothing where it finds no place."""
+
+    def __post_init__(self, corrupt: Corruption | GroupCorruption) -> None:
+        object.__setattr__(self, "_spoil", corrupt)
 
     def plant(
         self, samples: Sequence[Sample], rng: np.random.Generator, *, share: float = 1.0
@@ -68,7 +74,7 @@ class Fault:
             RecordError: there are no samples; `NoPlaceError` where none offers a place for this fault.
         """
         seed = int(rng.integers(2**32))
-        corrupt: Any = self.corrupt
+        corrupt: Any = self._spoil
 
         def spoil(part: list[Sample]) -> list[Sample]:
             if self.together:
@@ -86,13 +92,18 @@ class ModelFault:
     """Of the finding that names it."""
     story: str
     """How it comes about in real pipelines."""
-    corrupt: ModelCorruption
+    corrupt: InitVar[ModelCorruption]
     together: bool = False
     """`corrupt` needs more than one sample."""
     packed_only: bool = False
     """It comes about in packed batches only, in the order of the samples."""
     truncated: bool = False
     """It comes about only where training asks for tokens drawn from kept sets."""
+    _spoil: ModelCorruption = field(init=False, repr=False)
+    """`corrupt`, for `plant` alone: by itself it says nothing where it finds no place."""
+
+    def __post_init__(self, corrupt: ModelCorruption) -> None:
+        object.__setattr__(self, "_spoil", corrupt)
 
     def plant(
         self, samples: Sequence[Sample], rng: np.random.Generator, *, score: Score, share: float = 1.0
@@ -103,7 +114,7 @@ class ModelFault:
             RecordError: there are no samples; `NoPlaceError` where none offers a place for this fault.
         """
         scored = [score(sample) for sample in samples]
-        return _planted(self, scored, lambda part: self.corrupt(part, rng, score), rng, share)
+        return _planted(self, scored, lambda part: self._spoil(part, rng, score), rng, share)
 
 
 def _planted(

@@ -1,7 +1,7 @@
 """Faults of a turn that no sample keeps: what the engine says of its counts and of its end."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import InitVar, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -18,8 +18,13 @@ class TurnFault:
     """Of the finding that names it."""
     story: str
     """How it comes about in real pipelines."""
-    corrupt: Callable[[Turn, np.random.Generator], Turn]
+    corrupt: InitVar[Callable[[Turn, np.random.Generator], Turn]]
     """One turn in, its spoilt copy out; the turn itself where it offers no place for this fault."""
+    _spoil: Callable[[Turn, np.random.Generator], Turn] = field(init=False, repr=False)
+    """`corrupt`, for `plant` alone: by itself it says nothing where it finds no place."""
+
+    def __post_init__(self, corrupt: Callable[[Turn, np.random.Generator], Turn]) -> None:
+        object.__setattr__(self, "_spoil", corrupt)
 
     def plant(
         self, trajectories: Sequence[Trajectory], rng: np.random.Generator, *, share: float = 1.0
@@ -33,7 +38,7 @@ class TurnFault:
         left = max(1, round(share * len(planted)))
         for index in rng.permutation(len(planted)).tolist():
             *before, last = trajectories[index].turns
-            spoilt = self.corrupt(last, rng) if left else last
+            spoilt = self._spoil(last, rng) if left else last
             if spoilt is not last:
                 planted[index] = replace(trajectories[index], turns=(*before, spoilt))
                 left -= 1

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from rlbatch.batch import Batch
 from rlbatch.catalogue import finding
-from rlbatch.errors import ScoringError
+from rlbatch.errors import RecordError, ScoringError
+from rlbatch.records.structure import kind_of
 from rlbatch.scoring.head import logprob_forward, output_head, overridden
 from rlbatch.scoring.inputs import model_inputs
 from rlbatch.scoring.isolation import require_packing_isolated, require_padding_ignored
@@ -69,7 +70,14 @@ def trainer_logprobs(model: nn.Module, batch: Batch) -> Tensor:
         PackingLeakError: the model attends across the sequences of a packed row.
         ScoringError: as for `logprob_head`; the model reads the padding of a batch with padding on the left
             as tokens; or a token id has no row in the input embedding.
+        RecordError: what is given is no model, or no batch.
     """
+    if not isinstance(model, nn.Module):
+        raise RecordError(f"model: expected a torch module, found {kind_of(model)}")
+    if not isinstance(batch, Batch):
+        raise RecordError(
+            f"batch: expected Batch, found {kind_of(batch)}; rlbatch.collate.collate makes one of samples"
+        )
     _require_known_ids(model, batch)
     # First, for it says by name what keeps a model from giving the plain logits that the others use.
     require_known_head(model)

@@ -115,28 +115,46 @@ def _impossible_of(name: str, index: int, tokens: NDArray[np.intp], subject: Sub
 
 
 def low_precision_logprobs(subject: Subject) -> Iterator[Finding]:
-    """Turns whose logprobs all lie on the grid of bf16 numbers, which float32 values do not."""
+    """Turns whose logprobs all lie on the grid of bf16 or fp16 numbers, which float32 values do not."""
     runs = subject.runs
     long = np.flatnonzero(runs.stop - runs.start >= MIN_GRID_VALUES)
     if not len(long):
         return
     first = subject.reported[runs.start[long, None] + np.arange(MIN_GRID_VALUES)]
-    for run in long[_on_bf16_grid(first).all(axis=1)].tolist():
+    for run in long[_may_be_half(first).all(axis=1)].tolist():
         values = subject.reported[subject.tokens_of(run)]
         informative = np.isfinite(values) & (values != 0)
         num_distinct = len(np.unique(values[informative]))
-        if num_distinct >= MIN_GRID_VALUES and _on_bf16_grid(values).all():
+        if num_distinct < MIN_GRID_VALUES:
+            continue
+        for kind, test in (("a bf16", _is_bf16), ("an fp16", _is_fp16)):
+            if not test(values).all():
+                continue
             yield finding(
                 "low-precision-logprobs",
                 where=subject.where_run(run),
                 expected="float32 logprobs",
-                found=f"{num_distinct} distinct values, each a bf16 number",
+                found=f"{num_distinct} distinct values, each {kind} number",
             )
+            break
 
 
-def _on_bf16_grid(values: NDArray[np.float32]) -> NDArray[np.bool_]:
+def _may_be_half(values: NDArray[np.float32]) -> NDArray[np.bool_]:
+    # Of the 23 bits behind a float32's point a bf16 has 7 and an fp16 at most 10.
+    ends_in_zeros: NDArray[np.bool_] = (values.view(np.uint32) & np.uint32(0x1FFF)) == 0
+    return ends_in_zeros
+
+
+def _is_bf16(values: NDArray[np.float32]) -> NDArray[np.bool_]:
     # The upper half of a float32 is a bf16.
     on_grid: NDArray[np.bool_] = (values.view(np.uint32) & np.uint32(0xFFFF)) == 0
+    return on_grid
+
+
+def _is_fp16(values: NDArray[np.float32]) -> NDArray[np.bool_]:
+    with np.errstate(over="ignore"):
+        narrow = values.astype(np.float16).astype(np.float32)
+    on_grid: NDArray[np.bool_] = (narrow == values) | np.isnan(values)
     return on_grid
 
 
@@ -166,6 +184,22 @@ def advantage_not_finite(subject: Subject) -> Iterator[Finding]:
             "advantage-not-finite",
             where=subject.where(sample, tokens),
             expected="finite advantages at trained tokens",
+            found=found_text(subject.samples[sample].advantages, tokens, 0),
+        )
+
+
+def advantage_misplaced(subject: Subject) -> Iterator[Finding]:
+    """Advantages at tokens that nobody sampled: the column is shifted, or was filled whole."""
+    if subject.expected.purpose == "audit":
+        return
+    stray = (subject.advantages != 0) > subject.sampled
+    if not stray.any():
+        return
+    for sample, tokens in subject.by_sample(np.flatnonzero(stray)):
+        yield finding(
+            "advantage-misplaced",
+            where=subject.where(sample, tokens),
+            expected="advantage 0 at tokens that were not sampled",
             found=found_text(subject.samples[sample].advantages, tokens, 0),
         )
 
