@@ -11,6 +11,8 @@ from builders import provenance, sample
 from rlbatch.alignment import Judge, Limits, measure, require_aligned
 from rlbatch.alignment.drift import Drift, age_of, drift_findings
 from rlbatch.alignment.measure import COLUMN
+from rlbatch.alignment.pools import Pool
+from rlbatch.catalogue import finding
 from rlbatch.collate import collate
 from rlbatch.errors import AlignmentError, RecordError
 from rlbatch.records import SamplingParams, VersionSpan
@@ -89,6 +91,38 @@ def test_one_odd_token_at_an_edge_is_no_shift():
     peaked = [-0.001] * 15
     batch = batch_of([*peaked, -3.0])
     assert codes(verdict_of(batch, [*peaked, -0.001])) == []
+
+
+@pytest.mark.parametrize("side", ["trainer", "inference"])
+@pytest.mark.parametrize("edge", [slice(0, 2), slice(-2, None)])
+def test_odd_tokens_at_an_edge_are_no_shift_whoever_has_them(side, edge):
+    # At lag +2 or -2 all else fits as well, and the two are left out: only one side of the pairs tells.
+    peaked = np.full(16, -0.001)
+    odd = peaked.copy()
+    odd[edge] = -3.0
+    inference, trainer = (peaked, odd) if side == "trainer" else (odd, peaked)
+    assert "shifted" not in dict(codes(verdict_of(batch_of(inference.tolist()), trainer.tolist())))
+
+
+def test_a_lag_that_tokens_speak_against_is_no_shift():
+    # Lag +1 moves the two wild values of the trainer onto those of the engine, and leaves 0.06 nats where lag
+    # 0 leaves 0.8. Yet two further tokens lie where they belong, and would be off by 0.3 nats on both sides.
+    trainer, inference = np.full(20, -0.5), np.full(20, -0.5)
+    trainer[[4, 9]], inference[[3, 8]] = -6.5, -6.5
+    trainer[[13, 16]] = inference[[13, 16]] = -0.8
+    assert "shifted" not in dict(codes(verdict_of(batch_of(inference.tolist()), trainer.tolist())))
+    # Without those two nothing speaks against it.
+    for values in (trainer, inference):
+        values[[13, 16]] = -0.5
+    assert "shifted" in dict(codes(verdict_of(batch_of(inference.tolist()), trainer.tolist())))
+
+
+@pytest.mark.parametrize(("noise", "code"), [(0.1, "shifted"), (0.5, "unexplained")])
+def test_a_lag_must_leave_no_more_than_noise(noise, code):
+    # At lag -1 a sixth is left of what lag 0 leaves, 3 nats: with 0.5 nats still open that is no explanation.
+    trainer = np.random.default_rng(0).uniform(-12, -1, 40)
+    inference = np.roll(trainer, 1) + noise * np.array([1, -1] * 20)
+    assert codes(verdict_of(batch_of(inference.tolist()), trainer.tolist())) == [(code, "error")]
 
 
 def test_constant_logprobs_suggest_no_lag():
@@ -183,15 +217,17 @@ def test_logprobs_that_cannot_be_of_this_batch_are_refused(trainer):
 
 
 def offset_batch(offset, num_tokens, **changes):
-    truth = np.random.default_rng(0).uniform(-4, -0.6, num_tokens).tolist()
-    return batch_of([value - offset for value in truth], **changes), truth
+    """Every other ratio is e^offset, the rest 2 - e^offset: their mean is 1, as of tokens that were drawn."""
+    truth = np.random.default_rng(0).uniform(-4, -0.6, num_tokens)
+    log_ratio = np.where(np.arange(num_tokens) % 2, offset, np.log(2 - np.exp(offset)))
+    return batch_of((truth - log_ratio).tolist(), **changes), truth.tolist()
 
 
 def test_the_limits_hold_the_capped_kld_of_current_tokens():
-    # exp(.49) - 1.49 = 0.142 a token, exp(.35) - 1.35 = 0.069, exp(.2) - 1.2 = 0.0214
+    # -(.37 + log .552) / 2 = 0.112 a token, -(.3 + log .65) / 2 = 0.065, -(.2 + log .779) / 2 = 0.025
     for offset, expected in (
-        (0.49, [("kld-high", "error")]),
-        (0.35, [("kld-high", "warning")]),
+        (0.37, [("kld-high", "error")]),
+        (0.3, [("kld-high", "warning")]),
         (0.2, []),
     ):
         batch, truth = offset_batch(offset, 1200)
@@ -199,7 +235,7 @@ def test_the_limits_hold_the_capped_kld_of_current_tokens():
 
 
 def test_below_min_tokens_no_limit_is_applied_and_nothing_is_judged():
-    batch, truth = offset_batch(0.45, 900)
+    batch, truth = offset_batch(0.37, 900)
     verdict = verdict_of(batch, truth)
     assert codes(verdict) == []
     assert verdict.judged is False
@@ -228,7 +264,7 @@ def test_older_and_unknown_versions_only_warn_broken_down_by_age():
         (1, 3, "version_lag_2"),
         (None, 3, "unknown"),
     ):
-        batch, truth = offset_batch(0.45, 1200, version=version)
+        batch, truth = offset_batch(0.37, 1200, version=version)
         verdict = verdict_of(batch, truth, trainer_version=trainer_version)
         severity = "error" if version == trainer_version else "warning"
         # Without a version the second warning says why the first is no error.
@@ -295,7 +331,7 @@ def test_how_sure_a_mean_is_by_hand():
 
 
 def test_ages_count_versions_and_the_future_is_unknown():
-    assert [age_of(version, 5) for version in (5, 3, -1, 6)] == [0, 2, -1, -1]
+    assert [age_of(version, 5) for version in (5, 3, -1, 6, 9)] == [0, 2, -1, -1, -1]
     assert age_of(-1, None) == 0
 
 
@@ -359,6 +395,31 @@ def test_a_row_too_short_for_a_verdict_may_still_be_doubted():
     verdict = verdict_of(batch_of(strangers), [-0.3, -2.8, -0.2, -4.0, -2.0])
     assert codes(verdict) == [("unexplained", "warning")]
     assert verdict.judged is False
+
+
+def test_one_doubt_leaves_a_step_unjudged_however_much_is_clean():
+    clean = batch_of(TRUTH * 150)
+    assert verdict_of(clean, TRUTH * 150).judged is True
+    judge = Judge(trainer_version=None)
+    judge.add(measure(clean, trainer_for(clean, TRUTH * 150)))
+    strangers = batch_of([-4.0, -0.1, -3.5, -0.2, -0.6])
+    judge.add(measure(strangers, trainer_for(strangers, [-0.3, -2.8, -0.2, -4.0, -2.0])))
+    verdict = judge.verdict()
+    assert codes(verdict) == [("unexplained", "warning")]
+    assert verdict.judged is False
+
+
+def test_a_pool_that_is_in_doubt_says_nothing_beside_what_is_sure():
+    doubt = finding("prefix-differs", severity="warning", expected="one prefix", found="two")
+    for inference, expected in (
+        (TRUTH, [("prefix-differs", "warning")]),
+        ([-0.9, *TRUTH[:-1]], [("shifted", "error")]),
+    ):
+        judge = Judge(trainer_version=None)
+        batch = batch_of(inference)
+        judge.add(measure(batch, trainer_for(batch, TRUTH)))
+        judge.pools[provenance(engine="sglang")] = Pool(cause=doubt)
+        assert codes(judge.verdict()) == expected
 
 
 def test_two_gross_stretches_are_not_averaged_with_what_lies_between():
@@ -437,12 +498,20 @@ def test_zeros_of_old_data_need_more_evidence():
 
 
 def test_each_age_needs_tokens_of_its_own_to_be_judged():
-    # 600 tokens of two versions each, all 0.44 nats off: no limit applies to either, and nothing is judged.
+    # 600 tokens of two versions each, 0.37 nats off or more: no limit applies to either, and none is judged.
     judge = Judge(trainer_version=2)
     for version in (1, 2):
-        batch, truth = offset_batch(0.44, 600, version=version)
+        batch, truth = offset_batch(0.37, 600, version=version)
         judge.add(measure(batch, trainer_for(batch, truth)))
     assert judge.verdict().judged is False
+
+
+@pytest.mark.parametrize(("nats", "expected"), [(19.9, []), (20.1, [("ratio-tail", "warning")])])
+def test_the_tail_begins_where_the_limit_says(nats, expected):
+    # One token of 200, as a kernel or a router may spoil it: the mean stays far below every other limit.
+    truth = TRUTH * 25
+    moved = [*truth[:5], truth[5] - nats, *truth[6:]]
+    assert codes(verdict_of(batch_of(moved), truth)) == expected
 
 
 def test_one_token_beyond_the_tail_is_pointed_out():
@@ -556,6 +625,58 @@ def test_tool_tokens_between_turns_change_no_figure():
     assert metrics[0] == pytest.approx(metrics[1])
 
 
+def test_what_a_trainer_logs_by_hand():
+    # Half of the tokens 0.02 nats more probable under the trainer, half 0.01 less: k1 is inference - trainer.
+    moved = [value + step for value, step in zip(TRUTH, [0.02, -0.01] * 4, strict=True)]
+    metrics = verdict_of(batch_of(TRUTH), moved).metrics
+    ratios = np.exp([0.02, -0.01])
+    expected = {
+        "num_tokens/sum": 8,
+        "num_excluded_segments/sum": 0,
+        "k1/mean": -0.005,
+        "abs_log_ratio/mean": 0.015,
+        "abs_log_ratio/max": 0.02,
+        "ratio/mean": ratios.mean(),
+        "inference_kld/mean": (ratios - 1 - [0.02, -0.01]).mean(),
+    }
+    for name, value in expected.items():
+        assert metrics[f"rlbatch/{name}"] == pytest.approx(value, rel=1e-3), name
+    shifted = verdict_of(batch_of([-0.9, *TRUTH[:-1]]), TRUTH).metrics
+    assert shifted["rlbatch/num_excluded_segments/sum"] == 1
+    assert shifted["rlbatch/num_tokens/sum"] == 0
+
+
+def test_a_turn_that_cannot_be_compared_gives_the_loss_no_ratio():
+    # The second row was drawn under a grammar; its logprobs are of a set that the trainer does not know.
+    grammar = provenance(sampling=SamplingParams(temperature=1.0, structured_output=True))
+    rows = [
+        sample([1, 5], IDS, TRUTH, provenance=how, trajectory_id=name)
+        for name, how in (("a", provenance()), ("b", grammar))
+    ]
+    batch = collate(rows, layout="padded", purpose="audit")
+    trainer = torch.zeros(batch.shape)
+    trainer[batch.loss_mask] = torch.tensor(TRUTH + [value - 1 for value in TRUTH])
+    alignment = require_aligned(batch, trainer, trainer_version=None)
+    assert alignment.compared.sum(dim=1).tolist() == [8, 0]
+    assert (alignment.ratio[1] == 1).all()
+    assert (alignment.log_ratio[1] == 0).all()
+
+
+def test_the_largest_of_a_long_turn_is_of_one_of_its_windows_and_no_sum():
+    # Four windows of 64 tokens: in the first all are 0.2 nats off, in the third 0.5, elsewhere none.
+    truth = np.array((TRUTH * 25)[:200])
+    moved = truth.copy()
+    moved[:64] += 0.2
+    moved[128:192] -= 0.5
+    batch = batch_of(moved.tolist())
+    (row,) = measure(batch, trainer_for(batch, truth.tolist())).table()
+    assert row[COLUMN["max_abs_log_ratio"]] == pytest.approx(0.5, rel=1e-5)
+    assert row[COLUMN["max_window_residual"]] == pytest.approx(0.5, rel=1e-5)
+    assert row[COLUMN["first_num_compared"]] == 64
+    assert row[COLUMN["first_sum_abs_log_ratio"]] == pytest.approx(64 * 0.2, rel=1e-5)
+    assert row[COLUMN["sum_abs_log_ratio"]] == pytest.approx(64 * 0.7, rel=1e-5)
+
+
 # -- where the gate stands -------------------------------------------------------------------------------
 
 
@@ -575,7 +696,7 @@ def test_a_step_gives_a_list_and_one_bad_batch_fails_it():
 
 
 def test_limits_pool_over_the_step():
-    batch, truth = offset_batch(0.45, 600)
+    batch, truth = offset_batch(0.37, 600)
     trainer = trainer_for(batch, truth)
     require_aligned(batch, trainer, trainer_version=None)
     with pytest.raises(AlignmentError, match="kld-high"):
@@ -633,15 +754,44 @@ def test_what_is_no_batch_or_version_is_refused():
             require_aligned(batch, trainer, trainer_version=version)
 
 
+def test_arguments_that_only_a_suspect_or_a_collective_would_trip_over_are_refused_at_once():
+    batch = batch_of(TRUTH)
+    trainer = trainer_for(batch, TRUTH)
+    for wrong, said in (
+        ({"limits": {}}, r"limits: expected rlbatch.alignment.Limits\(...\), found dict"),
+        (
+            {"logits_for": torch.nn.Linear(2, 2)},
+            r"rlbatch.scoring.logits_for\(model\) makes one, found Linear",
+        ),
+        ({"logits_for": "model"}, "found str"),
+        ({"group": "world"}, "group: expected a process group .* found 'world'"),
+    ):
+        with pytest.raises(RecordError, match=said):
+            require_aligned(batch, trainer, trainer_version=None, **wrong)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_logprobs_in_half_precision_are_told_to_be_made_of_float_logits(dtype):
+    batch = batch_of(TRUTH)
+    trainer = trainer_for(batch, TRUTH).clamp(max=0).to(dtype)
+    with pytest.raises(AlignmentError, match="batch-mismatch") as caught:
+        require_aligned(batch, trainer, trainer_version=None)
+    (found,) = caught.value.findings
+    assert "half precision" in found.likely
+    assert "logits.float()" in found.fix
+    with pytest.raises(AlignmentError, match="logprobs of another micro-batch"):
+        require_aligned(batch, trainer.float()[:, 1:], trainer_version=None)
+
+
 def test_whether_a_step_was_judged_can_be_asked():
-    batch, truth = offset_batch(0.3, 900)
+    batch, truth = offset_batch(0.2, 900)
     assert require_aligned(batch, trainer_for(batch, truth), trainer_version=None).judged is False
     clean = batch_of(TRUTH)
     assert require_aligned(clean, trainer_for(clean, TRUTH), trainer_version=None).judged is True
 
 
 def test_too_little_to_judge_is_a_warning_that_says_how_little():
-    batch, truth = offset_batch(0.3, 900)
+    batch, truth = offset_batch(0.2, 900)
     trainer = trainer_for(batch, truth)
     (found,) = require_aligned(batch, trainer, trainer_version=None).warnings
     assert (found.code, found.severity) == ("too-few-to-judge", "warning")
@@ -649,7 +799,7 @@ def test_too_little_to_judge_is_a_warning_that_says_how_little():
     assert found.found.startswith("900 tokens of the trainer's own version")
     assert "without it a forgotten temperature cannot be told" in found.fix
     # Enough tokens, or ones that agree closely, leave nothing to warn of.
-    enough, truth = offset_batch(0.3, 1100)
+    enough, truth = offset_batch(0.2, 1100)
     assert require_aligned(enough, trainer_for(enough, truth), trainer_version=None).warnings == ()
     clean = batch_of(TRUTH)
     assert require_aligned(clean, trainer_for(clean, TRUTH), trainer_version=None).warnings == ()

@@ -22,6 +22,8 @@ LENGTHS = (40, 25, 40, 25, 40, 25)
 ONE_TOKEN = 5
 FEW = "too-few-to-judge"
 """Which trained position is spoilt where one is."""
+FEW = "too-few-to-judge"
+"""Warned of as well, where tokens are off that are too few to say more."""
 
 
 def rows(lengths=LENGTHS, *, value=None):

@@ -8,6 +8,7 @@ from aligned_cases import log_softmax
 from rlbatch.alignment.evidence import Evidence
 from rlbatch.alignment.families import FAMILIES
 from rlbatch.alignment.seen import MOST_KEPT, Seen
+from rlbatch.alignment.tournament import fit
 
 NUM_TOKENS, VOCAB_SIZE, NUM_PROMPT, NUM_SAMPLED = 24, 40, 9, 7
 DIVISOR = 0.7
@@ -107,8 +108,19 @@ def test_residuals_are_the_means_of_the_pairs_at_each_lag(length, lost):
         ("trainer", -rng.exponential(1, length)),
         ("inference", -rng.exponential(9, length)),
         ("trained", trained),
+        ("known_residuals", {}),
     ):
         object.__setattr__(evidence, name, values)
     lags = range(-length - 1, length + 2)
     expected = {lag: errors.mean() for lag in lags if len(errors := evidence.at_lag(lag)[1])}
     assert evidence.residuals(lags) == pytest.approx(expected)
+
+
+def test_tokens_vote_for_an_explanation_and_against_it_by_a_quarter_of_a_nat():
+    # Stated -1 for ten tokens. Six are explained, three moved away by 0.3 nats, one by too little to speak.
+    inference = np.array([-2.0] * 6 + [-1.0] * 4)
+    predicted = np.array([-2.0] * 6 + [-1.3] * 3 + [-1.005])
+    found = fit(inference, np.full(10, -1.0), predicted[:, None], np.array([0.5]))
+    assert (found.num_for, found.num_against, found.num_informative) == (6, 3, 9)
+    assert found.parameter == 0.5
+    assert found.width == pytest.approx(0.0905)

@@ -124,6 +124,55 @@ def samples_of_step(rank: int, world: int) -> Any:
     return alignment, 1
 
 
+def loaded(rank: int, names: list[str], steps: list[dict[str, Any]]) -> Any:
+    """A gate of several steps, each of one micro-batch of one sample, as loaders give them."""
+    from dataclasses import replace
+
+    from builders import sample
+
+    from rlbatch.alignment import require_aligned
+    from rlbatch.collate import collate
+    from rlbatch.packing import StepInfo
+
+    batches, logprobs = [], []
+    for at, (name, step) in enumerate(zip(names, steps, strict=True)):
+        info = {"epoch": 0, "step": at, "index": 0, "num_batches": 1, "num_samples": 2, "num_trajectories": 2}
+        ids = list(range(11, 11 + len(TRUTH)))
+        made = collate([sample([1, 5], ids, TRUTH, trajectory_id=name)], layout="packed")
+        batches.append(replace(made, step=StepInfo(**(info | {"num_tokens": 20} | step))))
+        trainer = torch.zeros(made.shape)
+        trainer[made.loss_mask] = torch.tensor(TRUTH)
+        logprobs.append(trainer)
+    return require_aligned(batches, logprobs, trainer_version=None, group=dist.group.WORLD)[0], 1
+
+
+def two_steps(rank: int, world: int) -> Any:
+    """Each rank with its own share of two steps."""
+    return loaded(rank, [f"a{rank}", f"b{rank}"], [{"num_loss_tokens": 8 * world, "samples_crc32": 5}] * 2)
+
+
+def two_steps_differ(rank: int, world: int) -> Any:
+    """The second of two steps is of other samples on one rank."""
+    steps = [{"num_loss_tokens": 8 * world, "samples_crc32": crc} for crc in (5, 7 if rank == 1 else 6)]
+    return loaded(rank, [f"a{rank}", f"b{rank}"], steps)
+
+
+def ranks_forgotten(rank: int, world: int) -> Any:
+    """Every loader has the step to itself."""
+    return loaded(rank, ["a"], [{"num_loss_tokens": 8}])
+
+
+def same_rank(rank: int, world: int) -> Any:
+    """Loaders share the step out, and two of them ask for the same share."""
+    share = 0 if rank == 1 else rank
+    return loaded(rank, [f"a{share}"], [{"num_loss_tokens": 8 * world, "samples_crc32": 5}])
+
+
+def ranks_overlap(rank: int, world: int) -> Any:
+    """Every loader has the step to itself, and orders it otherwise."""
+    return loaded(rank, [f"a{rank}"], [{"num_loss_tokens": 8}])
+
+
 def version_type(rank: int, world: int) -> Any:
     return step(rank, [TRUTH], trainer_version="1" if rank == 1 else None)
 
@@ -220,6 +269,7 @@ CASES = (
     *(clean, one, every, late, shape, shape_deferred, version_type, number_of_batches),
     *(version_of_trainer, limits, samples_of_step, last_of_three, accumulation, tail_on_one),
     *(many_ages, bad_callback, deferred_by_one, batch_from_one, incomparable_on_one),
+    *(two_steps, two_steps_differ, ranks_forgotten, same_rank, ranks_overlap),
 )
 
 
@@ -314,6 +364,9 @@ def ranks(request, tmp_path_factory):
         ("samples_of_step", "ranks-differ", False),
         ("deferred_by_one", "ranks-differ", False),
         ("batch_from_one", "ranks-differ", False),
+        ("two_steps_differ", "ranks-differ", False),
+        ("ranks_forgotten", "ranks-differ", False),
+        ("same_rank", "ranks-differ", False),
     ],
 )
 def test_every_rank_raises_the_same_error(ranks, case, code, on_every_rank):
@@ -365,6 +418,29 @@ def test_what_a_failing_callback_said_is_told_on_every_rank_with_the_place_that_
 def test_unequal_numbers_of_batches_are_told_by_rank(ranks):
     (found,) = ranks[0]["number_of_batches"].error.findings
     assert "2 on rank 0, 3 on rank 1" in found.found
+
+
+def test_steps_of_other_samples_blame_the_loaders_seed_and_position(ranks):
+    for case in ("samples_of_step", "two_steps_differ"):
+        (found,) = ranks[0][case].error.findings
+        assert "seed" in found.likely
+        assert "state_dict" in found.fix
+
+
+def test_ranks_that_hold_the_same_samples_are_told_and_how_to_share_them_out(ranks):
+    for case in ("ranks_forgotten", "same_rank"):
+        (found,) = ranks[0][case].error.findings
+        assert found.found == "those of rank 0 again, 8 trained tokens"
+        assert "num_ranks" in found.fix
+    (found,) = ranks[0]["ranks_overlap"].error.findings
+    # Eight tokens a rank, of a step that has eight.
+    assert (found.where.rank, found.found) == (None, str(8 * len(ranks)))
+    assert found.expected.startswith("the 8 trained tokens of the step")
+
+
+def test_own_shares_of_several_steps_are_nobodys_twice(ranks):
+    for outcomes in ranks:
+        assert (outcomes["two_steps"].error, outcomes["two_steps"].warnings) == (None, ())
 
 
 def test_a_late_rank_is_waited_for(ranks):

@@ -162,10 +162,13 @@ def test_a_planted_fault_is_named_and_nothing_else_is_said(code, share, truth):
         rows = [v[made.turn[-len(v) :] >= 0] for made, v in zip(planted, truth(name), strict=True)]
         # 604 tokens: only where drift itself is planted may the limits apply to so few.
         verdict, _ = judge(planted, rows, limits=Limits(min_tokens=500 if code == "kld-high" else 1000))
-        assert {item.code for item in verdict.findings} == {code}
+        # A tail in every row moves the mean ratio too, which is of no one row.
+        of_mean = {"ratio-mean-off"} if (code, share) == ("ratio-tail", 1.0) else set()
+        findings = [item for item in verdict.findings if item.code not in of_mean]
+        assert {item.code for item in findings} == {code}
         changed = {i for i, (new, old) in enumerate(zip(planted, clean, strict=True)) if new is not old}
         if code != "kld-high":
-            assert {item.where.sample for item in verdict.findings} <= changed
+            assert {item.where.sample for item in findings} <= changed
         if code in ("shifted", "shifted-from", "zero-filled"):
             assert {item.where.sample for item in verdict.findings} == changed
 

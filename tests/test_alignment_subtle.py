@@ -42,7 +42,7 @@ def test_a_prompt_that_differs_is_told_by_differences_that_fade(noise):
     assert told(judged(rows)) == []
 
 
-@pytest.mark.parametrize(("size", "severity"), [(0.8, "warning"), (1.5, "error")])
+@pytest.mark.parametrize(("size", "severity"), [(0.4, "warning"), (1.5, "error")])
 def test_a_beginning_that_is_loud_in_much_noise_is_a_doubt_until_it_is_sure(size, severity):
     rows = [drawn(NUM_TOKENS, seed, noise=0.35) for seed in range(24)]
     verdict = judged([with_faded_prefix(row, at, size=size) for at, row in enumerate(rows)], logits=False)
@@ -55,7 +55,7 @@ def test_a_beginning_that_is_loud_in_much_noise_is_a_doubt_until_it_is_sure(size
 
 def test_a_doubt_about_the_beginning_is_not_told_beside_a_cause():
     rows = [drawn(NUM_TOKENS, seed, noise=0.35) for seed in range(25)]
-    rows = [with_faded_prefix(row, at, size=0.8) for at, row in enumerate(rows)]
+    rows = [with_faded_prefix(row, at, size=0.4) for at, row in enumerate(rows)]
     rows[24] = replace(rows[24], inference=np.roll(rows[24].inference, 1))
     assert told(judged(rows, logits=False)) == ["shifted"]
 

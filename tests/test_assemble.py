@@ -78,6 +78,10 @@ def test_a_later_turn_joins_the_longest_sequence_that_it_extends():
     samples = to_samples(trajectory(main, other, again))
     assert [list(sample.token_ids) for sample in samples] == [[1, 5, 7, 9, 2], [1, 6, 8]]
     np.testing.assert_array_equal(samples[0].turn, [-1, -1, 0, -1, 2])
+    # Both turns begin what turn 2 goes on with; the longer of them is what it was asked after.
+    short, long = turn([1, 5], [7], [-0.1]), turn([1, 5], [7, 2, 9], [-0.1, -0.2, -0.3])
+    samples = to_samples(trajectory(short, long, turn([1, 5, 7, 2, 9, 4], [8], [-0.4])))
+    assert [list(sample.token_ids) for sample in samples] == [[1, 5, 7], [1, 5, 7, 2, 9, 4, 8]]
 
 
 def routed(num_rows, first=0):

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 import torch
 from aligned_cases import Row, batch_of, drawn, judged, log_softmax, logits_of, samples_of, told
+from builders import trajectory, turn
 
 from rlbatch.alignment import Judge, measure, require_aligned
+from rlbatch.assemble import to_samples
 from rlbatch.collate import collate
 from rlbatch.errors import AlignmentError
 
@@ -100,6 +102,32 @@ def test_lags_that_follow_the_number_of_the_row_are_a_rule():
         ("shifted-by-rule", number) for number in range(1, 6)
     ]
     assert "minus its number in the batch +0" in verdict.findings[0].found
+
+
+def test_lags_that_follow_the_prompt_of_a_sequence_hold_for_all_its_turns():
+    # Prompts of 3, 5 and 6 tokens, lags of minus what each is longer than the shortest. The second turns
+    # begin after 45, 57 and 52 tokens, which no lag follows.
+    rng = np.random.default_rng(0)
+    made, truths = [], []
+    for number, (num_prompt, num_first) in enumerate([(3, 40), (5, 50), (6, 44)]):
+        prompt, turns = list(range(1, num_prompt + 1)), []
+        for length in (num_first, 40):
+            truth = rng.uniform(-5, -0.05, length)
+            truths.append(truth)
+            ids = rng.integers(10, 90, length).tolist()
+            turns.append(turn(prompt, ids, np.roll(truth, num_prompt - 3)))
+            prompt = [*prompt, *ids, 7, 8]
+        made += to_samples(trajectory(*turns, trajectory_id=f"row{number}"))
+    batch = collate(made, layout="packed")
+    trainer = torch.zeros(batch.shape, dtype=torch.float64)
+    trainer[batch.loss_mask] = torch.from_numpy(np.concatenate(truths))
+    judge = Judge(trainer_version=None)
+    judge.add(measure(batch, trainer))
+    findings = judge.verdict().findings
+    assert [(found.code, found.where.sample, found.where.turn) for found in findings] == [
+        ("shifted-by-rule", sample, number) for sample in (1, 2) for number in (0, 1)
+    ]
+    assert "minus its prompt's length +3" in findings[0].found
 
 
 def test_one_lag_of_all_padded_rows_is_a_rule_where_the_others_are_in_place():
@@ -229,6 +257,23 @@ def test_two_passes_that_disagree_are_dropout():
         return replace(row, trainer=log_softmax(noisy)[at, row.ids])
 
     assert told(judged([again(row) for row in rows_of()])) == ["dropout-on"]
+
+
+def test_passes_that_agree_on_some_rows_are_no_dropout():
+    """As under RoPE that follows the longest row: that one is scored as it is alone, all others are not."""
+    rng = np.random.default_rng(0)
+    rows = rows_of()
+    off = [
+        replace(
+            row,
+            trainer=log_softmax(row.logits + rng.normal(0, 0.6, row.logits.shape))[np.arange(48), row.ids],
+        )
+        for row in rows[:-1]
+    ]
+    (found,) = judged([*off, rows[-1]]).findings
+    assert (found.code, found.severity) == ("unexplained", "error")
+    assert found.where.sample < len(rows) - 1
+    assert f"; 1 of {len(rows)} turns are alike in both passes" in found.found
 
 
 def test_logprobs_that_disagree_with_logits_which_the_engine_agrees_with_are_no_fault_of_the_engine():

@@ -360,6 +360,18 @@ def test_stale_rows_are_told_by_their_age_and_the_same_ages_without_drift_are_si
         assert findings_of(clean, scores, layout="packed", set_up=cases.RUN) == ()
 
 
+def test_truncation_that_nobody_stated_is_told_without_logits_too(model, pool):
+    def told_blindly(rows):
+        blind = [replace(row, logits=row.logits[:, :0]) for row in rows]
+        return {each.code for each in findings_of(blind, scores, layout="packed")}
+
+    scores = scores_of(model, pool)
+    fault = MODEL_FAULTS["truncation-renormalized"]
+    planted = fault.plant(pool.alike, np.random.default_rng(0), score=scores)
+    assert "ratio-mean-off" in told_blindly(planted)
+    assert told_blindly([scores(row) for row in pool.alike]) == set()
+
+
 def test_tokens_outside_the_trainers_kept_set_are_pointed_out_and_those_inside_are_not(model, pool):
     scores = scores_of(model, pool)
     fault = MODEL_FAULTS["outside-kept-set"]

@@ -71,17 +71,30 @@ def test_a_row_with_sixteen_such_tokens_shows_its_fault():
                 require_shows([before, before], [before, after], in_pool=False)
 
 
-def test_of_a_few_wrong_ids_every_one_must_show():
+@pytest.mark.parametrize(("moved", "is_enough"), [((5.0, 5.0), True), ((5.0, 0.05), False)])
+def test_of_a_few_values_every_one_must_show(moved, is_enough):
     before = noisy(20)
-    ids = [7] * 18 + [8, 8]
-    for moved, is_enough in (((-9.0, -9.0), True), ((-9.0, LOG_HALF), False)):
-        trainer = [*before.trainer_logprobs[2:-2].tolist(), *moved]
-        after = scored([LOG_HALF] * 20, trainer, ids)
-        if is_enough:
+    inference = [LOG_HALF] * 18 + [LOG_HALF - each for each in moved]
+    after = scored(inference, before.trainer_logprobs[2:].tolist())
+    if is_enough:
+        require_shows([before], [after], in_pool=False)
+    else:
+        with pytest.raises(NoPlaceError):
             require_shows([before], [after], in_pool=False)
-        else:
-            with pytest.raises(NoPlaceError):
-                require_shows([before], [after], in_pool=False)
+
+
+@pytest.mark.parametrize(("num_spoilt", "is_enough"), [(14, True), (13, False)])
+def test_two_wrong_ids_show_by_what_they_spoil(num_spoilt, is_enough):
+    before = noisy(20)
+    trainer = before.trainer_logprobs[2:].copy()
+    trainer[:2] -= 9.0
+    trainer[2 : 2 + num_spoilt] -= 1.0
+    after = scored([LOG_HALF] * 20, trainer.tolist(), [8, 8] + [7] * 18)
+    if is_enough:
+        require_shows([before], [after], in_pool=False)
+    else:
+        with pytest.raises(NoPlaceError):
+            require_shows([before], [after], in_pool=False)
 
 
 @pytest.mark.parametrize(("num", "is_enough"), [(100, True), (80, False)])

@@ -56,6 +56,25 @@ def test_a_finished_store_gives_what_it_would_without_following(tmp_path):
     assert follower(store).num_steps is None
 
 
+def test_a_state_goes_on_without_following_where_both_cut_steps_alike(tmp_path):
+    def resumed_alone(samples):
+        directory = write_store(tmp_path / f"store{len(samples)}", samples)
+        loader = follower(directory)
+        passed = list(islice(iter(loader), 2))
+        alone = RolloutLoader(directory, layout="packed", max_tokens=64, steps=Steps(step_samples=6))
+        alone.load_state_dict(through_json(loader.state_dict()))
+        return [*passed, *alone]
+
+    assert each_once(resumed_alone(SAMPLES), SAMPLES)
+    # What one trajectory became stays together where all is known; a step that was followed may have cut it.
+    pair = [
+        replace(made, sample_id=f"pair:{at}", trajectory_id="pair", sibling=at, num_siblings=2)
+        for at, made in enumerate([numbered(50), numbered(51)])
+    ]
+    with pytest.raises(RecordError, match="expected keeps_trajectories = False, as it was saved, found True"):
+        resumed_alone([*SAMPLES[:5], *pair, *SAMPLES[5:]])
+
+
 def test_steps_do_not_depend_on_when_shards_come(tmp_path):
     slow = tmp_path / "slow"
     expected = names_in(list(follower(write_store(tmp_path / "fast", SAMPLES))))

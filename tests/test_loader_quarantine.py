@@ -112,12 +112,23 @@ def test_two_of_one_id_in_one_step_are_told_once(tmp_path):
     assert [found.code for found in caught.value.findings] == ["duplicate-sample"]
 
 
-def test_a_group_goes_with_the_one_that_is_faulty(tmp_path):
+@pytest.mark.parametrize("options", [{"keep_groups": "step"}, {"group_size": 2}])
+def test_a_group_goes_with_the_one_that_is_faulty(tmp_path, options):
     samples = [numbered(number, advantage=NAN if number == 5 else 0.5) for number in range(8)]
     store = write_store(tmp_path / "store", samples)
-    batches = list(loader_of(store, tmp_path / "aside", keep_groups="step"))
+    batches = list(loader_of(store, tmp_path / "aside", **options))
     assert sorted(names_in(batches)) == ["t0", "t1", "t2", "t3", "t6", "t7"]
     assert [made.trajectory_id for made in open_reader(tmp_path / "aside")] == ["t4", "t5"]
+
+
+def test_a_group_is_not_called_too_long_for_a_sample_that_is(tmp_path):
+    # Together too long in any case: that is told of neither, as the one of 70 tokens says why.
+    store = write_store(tmp_path / "store", [numbered(0), numbered(1, length=70), *GOOD[2:8]])
+    loader = loader_of(store, tmp_path / "aside", keep_groups="batch")
+    assert each_once(list(loader), GOOD[2:8])
+    (path,) = (tmp_path / "aside").glob("*.jsonl")
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [[found["found"] for found in line["findings"]] for line in lines] == [["70 tokens"]] * 2
 
 
 def test_an_incomplete_group_is_set_aside_whole(tmp_path):

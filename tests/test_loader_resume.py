@@ -15,6 +15,7 @@ from loader_cases import each_once, names_in, numbered, numbered_samples, same_b
 from rlbatch.collate import Padding
 from rlbatch.errors import RecordError, StorageError
 from rlbatch.loader import Checks, Feed, RolloutLoader, Steps
+from rlbatch.loader.position import plan_left
 
 SAMPLES = numbered_samples(57, seed=1)
 
@@ -179,6 +180,19 @@ def test_a_state_of_more_than_the_step_has_skips_nothing(store, parts, prefetch)
         list(loader)
 
 
+def test_what_is_left_of_a_step_is_planned_in_the_order_of_the_step():
+    asked = []
+
+    def plan(left, num_ranks):
+        asked.append(list(left))
+        # The last samples first, as a plan by cost may have it.
+        return [[[index] for index in reversed(left[rank::num_ranks])] for rank in range(num_ranks)]
+
+    # Two ranks did 5 and 4; what is left comes rank by rank: 3, 1, then 2, 0.
+    assert plan_left(6, [(2, 1), (1, 0)], plan) == [[[3], [2], [1], [0]]]
+    assert asked == [[0, 1, 2, 3, 4, 5], [0, 1, 2, 3]]
+
+
 @pytest.mark.parametrize("padding", [Padding(side="left"), Padding(token_id=7)])
 def test_a_state_of_another_padding_is_refused(store, padding):
     options = {"layout": "padded", "max_tokens": 64}
@@ -193,6 +207,10 @@ def test_a_state_of_another_store_is_refused(store, tmp_path):
     fewer = write_store(tmp_path / "fewer", SAMPLES[:50])
     with pytest.raises(StorageError, match=r"\[store-changed\][\s\S]*found:    5 shards"):
         loader_of(fewer).load_state_dict(state)
+    # Of a store that nobody writes to any more, a longer one is another one too, though it begins alike.
+    state_of_fewer = loader_of(fewer).state_dict()
+    with pytest.raises(StorageError, match=r"\[store-changed\][\s\S]*found:    6 shards"):
+        loader_of(store).load_state_dict(state_of_fewer)
     other = write_store(tmp_path / "other", [*SAMPLES[:-1], numbered(99)])
     with pytest.raises(StorageError, match=r"\[store-changed\][\s\S]*found:    other contents"):
         loader_of(other).load_state_dict(state)

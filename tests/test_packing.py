@@ -266,6 +266,8 @@ def test_the_dearest_batch_of_every_rank_comes_first():
     lengths = [8, 8, 4, 4, 2, 2]
     plan = plan_ranks(lengths, PACKED_8, num_ranks=2, cost=Cost())
     assert [[sum(lengths[i] for i in batch) for batch in batches] for batches in plan] == [[8, 6], [8, 6]]
+    # Packed in the order of the samples, the batch of 5 would come before that of 8.
+    assert plan_ranks([5, 4, 4], PACKED_8, num_ranks=1, cost=Cost()) == [[[1, 2], [0]]]
 
 
 def test_long_sequences_weigh_more_where_attention_counts():

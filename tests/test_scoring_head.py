@@ -4,6 +4,7 @@ import gc
 import pickle
 import types
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import scoring_cases as cases
@@ -458,6 +459,70 @@ def test_one_proof_serves_a_model_until_its_head_is_another():
     model.lm_head = first
     require_known_head(model)
     assert model.num_calls == 8
+
+
+def _halved(module, args, output):
+    return output * 0.5
+
+
+def _patched(model):
+    plain = model.forward
+
+    def forward(*args, **kwargs):
+        answer = plain(*args, **kwargs)
+        answer.logits = answer.logits * 2
+        return answer
+
+    model.forward = forward
+
+
+def _halve_after(model):
+    def halved(module, args, output):
+        output.logits = output.logits * 0.5
+        return output
+
+    model.register_forward_hook(halved)
+
+
+@pytest.mark.parametrize(
+    "change", [lambda model: model.lm_head.register_forward_hook(_halved), _halve_after, _patched]
+)
+def test_what_changes_logits_after_the_proof_is_seen(change):
+    model = cases.tiny_model("llama")
+    trainer_logprobs(model, padded())
+    change(model)
+    for _ in range(2):
+        with pytest.raises(ScoringError, match=r"\[head-unknown\]"):
+            trainer_logprobs(model, padded())
+
+
+def test_hooks_that_change_nothing_cost_one_more_proof_and_those_taken_away_none():
+    model = cases.tiny_model("llama")
+    calls = []
+    batch = padded()
+    trainer_logprobs(model, batch)
+    handle = model.register_forward_pre_hook(lambda module, args: calls.append(1))
+    # Four of the head, five of padding in front, and the batch itself.
+    trainer_logprobs(model, batch)
+    assert len(calls) == 10
+    trainer_logprobs(model, batch)
+    assert len(calls) == 11
+    handle.remove()
+    model.lm_head.register_forward_pre_hook(lambda module, args: calls.append(1)).remove()
+    trainer_logprobs(model, batch)
+    assert len(calls) == 11
+
+
+def test_a_second_thread_is_told_so():
+    model = cases.tiny_model("llama")
+    batch = padded()
+    with logprob_head(model, batch), ThreadPoolExecutor(1) as pool:
+        error = pool.submit(trainer_logprobs, model, batch).exception()
+    assert isinstance(error, ScoringError)
+    assert error.code == "head-unusable"
+    assert "two threads score one model at once" in str(error)
+    assert "from one thread at a time" in str(error)
+    assert trainer_logprobs(model, batch).isfinite().all()
 
 
 def test_a_failed_proof_is_not_remembered_as_a_pass():

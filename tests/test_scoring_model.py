@@ -5,6 +5,7 @@ import json
 import shutil
 import subprocess
 import sys
+import typing
 
 import pytest
 import scoring_cases as cases
@@ -13,6 +14,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+import rlbatch.scoring
 from rlbatch.errors import ScoringError, StorageError
 from rlbatch.scoring import load_model, model_vocab_size, prepended_bos, tokenizer_fingerprint
 
@@ -220,3 +222,8 @@ def test_tokenizer_fingerprint_is_the_sha256_of_its_file(tinylm_dir, tmp_path):
 def test_importing_scoring_does_not_import_transformers():
     code = "import sys, rlbatch.scoring; sys.exit('transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_every_public_name_of_scoring_has_types_that_can_be_looked_up():
+    for name in rlbatch.scoring.__all__:
+        typing.get_type_hints(getattr(rlbatch.scoring, name))

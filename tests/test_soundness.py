@@ -12,6 +12,7 @@ from rlbatch.errors import RecordError, SoundnessError
 from rlbatch.faults import FAULTS
 from rlbatch.records import Origin, SamplingParams
 from rlbatch.soundness import check_sound, require_sound
+from rlbatch.soundness.values import VALUE_FAULTS, positive_code
 
 SOUND_CODES = [
     "token-out-of-range",
@@ -278,3 +279,44 @@ def test_an_advantage_at_a_token_that_nobody_sampled_is_found_with_its_place():
     )
     assert found.found == "0.5 at token 1, 1 of 5 tokens"
     assert check_sound([shifted], purpose="audit") == ()
+
+
+@pytest.mark.parametrize(
+    ("value", "codes"),
+    [
+        (0.0, []),
+        # What rounding explains, and the least that it does not.
+        (0.001, []),
+        (0.0011, ["logprob-positive"]),
+        # The lowest logprob that is taken for one, and the highest that is a marker, as vLLM's -9999 is.
+        (-8999.0, []),
+        (-9000.0, ["logprob-sentinel"]),
+        (-9999.0, ["logprob-sentinel"]),
+        (float("-inf"), ["logprob-not-finite"]),
+        (float("inf"), ["logprob-not-finite"]),
+        (float("nan"), ["logprob-missing"]),
+    ],
+)
+def test_an_impossible_value_is_of_one_kind(value, codes):
+    values = np.array([value], np.float32)
+    assert [fault.code for fault in VALUE_FAULTS if fault.test(values)[0]] == codes
+
+
+@pytest.mark.parametrize(
+    ("values", "code"),
+    [
+        # Losses: none below 0, half of them below 4 nats.
+        ([0.1, 2.3, 0.0, 0.9, 0.4], "sign-flipped"),
+        # At a high temperature half are above 4, and yet some token was likely.
+        ([6.2, 5.1, 0.3, 7.0, 4.8], "sign-flipped"),
+        # Logits: no token is likely, or most are larger than any loss of tokens that were drawn.
+        ([6.2, 5.1, 4.4, 7.0, 4.8], "logprob-positive"),
+        ([14.2, 9.8, 17.1, 12.0], "logprob-positive"),
+        ([12.0, 10.0, 0.3, 11.0, 9.5], "logprob-positive"),
+        # A loss is never below 0, and three values are too few to tell.
+        ([0.1, 2.3, 0.9, 0.4, -0.5], "logprob-positive"),
+        ([0.1, 2.3, 0.9], "logprob-positive"),
+    ],
+)
+def test_losses_are_told_from_logits(values, code):
+    assert positive_code(np.array(values, np.float32)) == code

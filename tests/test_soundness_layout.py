@@ -141,6 +141,20 @@ def test_padding_behind_a_sequence_may_begin_anew():
     assert codes(arrays, context_parallel=2) == []
 
 
+def test_lengths_are_of_sequences_and_padding_behind_them_has_none():
+    # Two sequences and a piece of padding; whoever counts the trained tokens counts 3 and 2, or 3, 2 and 0.
+    mask = np.array([[1, 1, 1, 0, 1, 1, 0, 0, 0]], bool)
+    for said, expected in (
+        ([3, 2], []),
+        ([3, 2, 0], []),
+        ([3], ["length-field-mismatch"]),
+        ([3, 2, 0, 0], ["length-field-mismatch"]),
+        ([3, 3], ["length-field-mismatch"]),
+    ):
+        arrays = packed([4, 3, 2], loss_mask=mask, sequence_num_loss_tokens=np.array(said))
+        assert codes(arrays) == expected, said
+
+
 def test_a_micro_batch_is_divided_by_the_total_of_its_step():
     # 3 + 2 of 12 trained tokens are in this batch.
     assert codes(packed([4, 3], normalizer=12, step_num_loss_tokens=12)) == []

@@ -48,6 +48,15 @@ def test_a_model_without_bos_is_not_asked_for_one():
     assert told(made([5, 6], [7, 2], how=plain), made([1, 1], [8, 2], "b", how=plain)) == []
 
 
+def test_a_sample_begins_as_its_first_turn_says():
+    # The second turn came from a server whose tokenizer begins with 3; its prompt is what was there before.
+    other = replace(HOW, bos_token_id=3)
+    turns = {how: turn([1, 5], [7, 2], how) for how in (HOW, other)}
+    for first, second, expected in ((HOW, other, []), (other, HOW, [("bos-missing", 0, 0, 1)])):
+        (joined,) = to_samples(trajectory(turns[first], turn([1, 5, 7, 2, 9], [8, 2], second)))
+        assert told(joined) == expected
+
+
 def untrained(sample, *tokens):
     mask = sample.loss_mask.copy()
     mask[list(tokens)] = False
@@ -66,6 +75,9 @@ def test_a_turn_or_a_tail_that_is_left_untrained_on_purpose_is_sound():
     assert told(untrained(made([1, 5], [7, 8, 2]), 2, 3, 4), others) == []
     assert told(untrained(made([1, 5], [7, 8, 2]), 3, 4), others) == []
     assert told(untrained(made([1, 5], [7, 8, 9], finish="length"), 4), others) == []
+    # A turn of nothing but its stop token: what is before it, and trained, is of another turn.
+    (joined,) = to_samples(trajectory(turn([1, 5], [7, 2], HOW), turn([1, 5, 7, 2], [2], HOW)))
+    assert told(untrained(joined, 4), others) == []
 
 
 def test_tokens_after_a_stop_token():
@@ -211,6 +223,11 @@ def test_values_of_bf16_are_not_called_fp16():
     rounded = sample([1, 5], list(range(10, 26)), as_bf16(-np.exp(np.linspace(-30, 2, 16))).tolist())
     (found,) = check_sound([rounded], purpose="train")
     assert found.found == "16 distinct values, each a bf16 number"
+
+
+def test_a_value_off_the_grid_behind_sixteen_on_it_is_enough_to_tell():
+    values = [*as_bf16(-np.exp(np.linspace(-3, 2, 16))).tolist(), -0.1]
+    assert check_sound([sample([1, 5], list(range(10, 27)), values)], purpose="train") == ()
 
 
 def test_round_numbers_that_repeat_are_no_rounding():

@@ -106,6 +106,25 @@ def test_a_planted_fault_is_named_and_nothing_else_is_said(clean, decode, code, 
             assert codes == (set() if new is old else {code})
 
 
+@pytest.mark.parametrize(
+    ("num_places", "said", "code"),
+    [
+        # One picture of 64 places, expanded twice or not at all; or eight of 8, of which one is lacking.
+        (128, 68, "placeholder-count"),
+        (64, 132, "placeholder-count"),
+        (56, 68, "placeholder-count"),
+        # Four ids are no picture of one of 64 places, though 64 is a multiple of 4.
+        (64, 64, "usage-mismatch"),
+        (64, 72, "usage-mismatch"),
+    ],
+)
+def test_what_is_a_good_part_of_the_placeholders_is_of_pictures(num_places, said, code):
+    # Four ids beside the places, of which usage counts `said`.
+    prompt = [1, 5, *[9] * num_places, 6, 8]
+    made = turn(prompt, [7, 2], [-0.1, -0.2], usage=Usage(num_prompt_tokens=said))
+    assert [found.code for found in check_sound_trajectory(trajectory(made))] == [code]
+
+
 def test_usage_counts_more_than_the_lists_have():
     made = ended([7, 8, 2], finish_reason="stop", usage=Usage(num_completion_tokens=20))
     (found,) = _found(made)

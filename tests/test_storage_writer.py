@@ -1,11 +1,13 @@
 """Writing: whole files only, whatever happens to the writer, and bounds that hold."""
 
+import errno
 import json
 import os
 import resource
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -254,9 +256,11 @@ def test_a_directory_belongs_to_one_writer_from_the_moment_it_is_opened(tmp_path
 
 
 def test_a_writer_that_gave_up_before_its_first_shard_leaves_the_directory_free(tmp_path: Path) -> None:
+    gave_up = open_writer(tmp_path)
+
     def fails() -> None:
-        with open_writer(tmp_path) as writer:
-            writer.append(plain_sample(0))
+        with gave_up:
+            gave_up.append(plain_sample(0))
             raise LookupError
 
     with pytest.raises(LookupError):
@@ -264,3 +268,15 @@ def test_a_writer_that_gave_up_before_its_first_shard_leaves_the_directory_free(
     with open_writer(tmp_path) as writer:
         writer.append(plain_sample(1))
     assert identical(open_reader(tmp_path)[0], plain_sample(1))
+
+
+@pytest.mark.parametrize(("number", "refused"), [(errno.ENOLCK, False), (errno.EIO, True)])
+def test_a_file_system_without_locks_keeps_nobody_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, refused: bool
+) -> None:
+    def fails(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("rlbatch.storage.files.fcntl.flock", fails)
+    with pytest.raises(StorageError, match="found:    Input/output error") if refused else nullcontext():
+        open_writer(tmp_path)

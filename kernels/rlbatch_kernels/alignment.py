@@ -20,6 +20,7 @@ from rlbatch_kernels.arguments import (
 from rlbatch_kernels.errors import ShapeError
 from rlbatch_kernels.per_token import PolicyLoss, Written, require_loss
 from rlbatch_kernels.reference import bounded, k3
+from rlbatch_kernels.uncompiled import uncompiled
 
 
 class PolicyRatio(NamedTuple):
@@ -51,6 +52,7 @@ class PolicyGradient(NamedTuple):
     """[B, T]: of the loss summed over the trained tokens of segments, to the trainer's logprobs; else 0."""
 
 
+@uncompiled
 def policy_ratio(trainer_logprobs: Tensor, inference_logprobs: Tensor, loss_mask: Tensor) -> PolicyRatio:
     """Importance ratio and inference KLD of every trained token.
 
@@ -85,6 +87,7 @@ def policy_ratio(trainer_logprobs: Tensor, inference_logprobs: Tensor, loss_mask
     return PolicyRatio(log_ratio=log_ratio, ratio=bounded(log_ratio).exp(), inference_kld=k3(log_ratio))
 
 
+@uncompiled
 def alignment_stats(
     trainer_logprobs: Tensor,
     inference_logprobs: Tensor,
@@ -143,6 +146,7 @@ def alignment_stats(
     return _table(batch, _checked(*batch, segments), backend)
 
 
+@uncompiled
 def alignment_stats_and_ratio(
     trainer_logprobs: Tensor,
     inference_logprobs: Tensor,
@@ -176,6 +180,7 @@ def alignment_stats_and_ratio(
     return AlignmentStats(table=table, ratio=out)
 
 
+@uncompiled
 def alignment_stats_and_policy_gradient(
     trainer_logprobs: Tensor,
     inference_logprobs: Tensor,

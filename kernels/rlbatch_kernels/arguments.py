@@ -19,6 +19,9 @@ MAX_OFFENDERS_SHOWN = 5
 LOGIT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 LOGPROB_DTYPES = (torch.float32, torch.float64)
 """Half precision is refused: bfloat16 logprobs are up to 0.07 nats off, the size of a real misalignment."""
+LEAST_SCALE = torch.finfo(torch.float32).tiny
+"""The least normal float32, 1.2e-38: logits are float32, and 1 / 1e-39 is infinite there."""
+_LEAST = f"at least {LEAST_SCALE:.2g}"
 ID_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 SEGMENT_DTYPES = (torch.int32, torch.int64)
 
@@ -93,6 +96,11 @@ def require_tensor(name: str, value: object, dtypes: tuple[torch.dtype, ...]) ->
     for module, kind, found, expected in _WITHOUT_DATA:
         if module in sys.modules and isinstance(value, getattr(sys.modules[module], kind)):
             raise DtypeError(f"{name}: found {found}, expected {expected}")
+    if torch._C._functorch.is_functorch_wrapped_tensor(value):
+        raise DtypeError(
+            f"{name}: found a tensor of torch.func or torch.vmap, expected a plain one: call the op "
+            "outside of transforms, and backward() for gradients"
+        )
     if value.is_meta:
         raise DtypeError(f"{name}: found a meta tensor, which has no data, expected a tensor with data")
     if value.layout is not torch.strided:
@@ -137,9 +145,10 @@ def require_scale(name: str, value: object) -> float:
     """The number, refused unless it is a real one, finite and above 0."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise DtypeError(f"{name}: found {type(value).__name__} {value!r}, expected a float")
-    # The logits are float32, so the number must be one there too.
-    if not (math.isfinite(value) and 0 < torch.tensor(value, dtype=torch.float32).item() < math.inf):
-        raise ScaleError(f"{name}: found {value!r}, expected a finite number above 0 (in float32)")
+    if not (
+        math.isfinite(value) and LEAST_SCALE <= torch.tensor(value, dtype=torch.float32).item() < math.inf
+    ):
+        raise ScaleError(f"{name}: found {value!r}, expected a finite number above 0 ({_LEAST})")
     return float(value)
 
 
@@ -238,7 +247,7 @@ def require_vocab_mask(value: object, vocab_size: int, like: tuple[str, Tensor])
 def _require_in_order(trained: Trained, vocab_size: int, vocab_mask: Tensor | None) -> None:
     ids, temperature = trained.target_ids, trained.temperature.to(torch.float32)
     id_outside = (ids < 0) | (ids >= vocab_size)
-    no_scale = ~(temperature.isfinite() & (temperature > 0))
+    no_scale = ~(temperature.isfinite() & (temperature >= LEAST_SCALE))
     is_excluded = (
         torch.zeros_like(id_outside) if vocab_mask is None else ~vocab_mask[ids.clamp(0, vocab_size - 1)]
     )
@@ -257,7 +266,7 @@ def _require_in_order(trained: Trained, vocab_size: int, vocab_mask: Tensor | No
     if any_no_scale:
         raise ScaleError(
             f"temperature: found {offenders(trained, no_scale, trained.temperature, 'temperature')}; "
-            "expected a finite number above 0 (in float32) at every trained position"
+            f"expected a finite number above 0 ({_LEAST}) at every trained position"
         )
 
 

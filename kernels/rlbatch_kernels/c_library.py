@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-INTERFACE = 3
+INTERFACE = 4
 """What `csrc/kernels.c` must say it is; a library built from other sources is not used."""
 
 ELEMENTS_A_THREAD = 2**16

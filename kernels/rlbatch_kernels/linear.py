@@ -2,10 +2,10 @@
 
 Logits are float32 (float64 for float64) unless they are asked for in bfloat16. For float32 logits tiles of
 half-precision arguments are widened before the product, which makes every product exact and every sum
-float32; bfloat16 logits are those that a bfloat16 GEMM rounds, up to 0.04 nats a token away. Autocast does
-not reach in here; TF32, where the caller allows it, does (it loses nothing on half-precision arguments in the
-forward). On CUDA float32 logits of half-precision arguments are reduced as they are made, never in memory
-(`rlbatch_kernels.triton_linear`).
+float32; bfloat16 logits are those that a bfloat16 GEMM rounds, up to 0.04 nats a token away. Neither autocast
+nor `torch.set_float32_matmul_precision` reaches in here, but that TF32, where the caller allows it, serves
+half-precision arguments (it loses nothing on them in the forward). On CUDA float32 logits of half-precision
+arguments are reduced as they are made, never in memory (`rlbatch_kernels.triton_linear`).
 
 The forward keeps a few scalars a token; the backward computes the logits again. Gradients of bfloat16
 arguments come from bfloat16 products summed in float32. Memory beyond arguments and gradients: the tiles
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from rlbatch_kernels.arguments import Trained
+from rlbatch_kernels.gemm import exact_products
 from rlbatch_kernels.head import Head, HeadGradients
 from rlbatch_kernels.logprobs import Plan, placed
 from rlbatch_kernels.reference import compute_dtype, refuse_double_backward
@@ -41,7 +42,7 @@ class LinearLogprobs(torch.autograd.Function):
         """[...] logprobs; 0 where not trained."""
         softmax, vocabulary = plan.new_softmax(trained), plan.vocabulary
         head = _head(hidden, weight, bias, trained, plan, logits_dtype)
-        with torch.autocast(hidden.device.type, enabled=False):
+        with torch.autocast(hidden.device.type, enabled=False), exact_products(hidden, weight):
             if plan.shapes_tiles or not softmax.add_head(head, vocabulary.first_id):
                 _add_tiles(softmax, head, vocabulary)
         vocabulary.complete(softmax)
@@ -68,7 +69,7 @@ class LinearLogprobs(torch.autograd.Function):
             vocabulary.exclude(logits, rows, columns.start)
             softmax.backward(logits, given, rows, vocabulary.first_id + columns.start, out)
 
-        with torch.autocast(hidden.device.type, enabled=False):
+        with torch.autocast(hidden.device.type, enabled=False), exact_products(hidden, weight):
             grads.add_all(write_gradient)
         if grads.hidden is not None:
             vocabulary.complete_gradient(grads.hidden)

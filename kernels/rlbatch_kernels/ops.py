@@ -25,6 +25,7 @@ from rlbatch_kernels.logprobs import Plan, RowStatistics
 from rlbatch_kernels.reference import compute_dtype
 from rlbatch_kernels.shaping import Shaping
 from rlbatch_kernels.truncation import Kept, select_kept
+from rlbatch_kernels.uncompiled import uncompiled
 from rlbatch_kernels.vocab_parallel import Shard, VocabGroup
 from rlbatch_kernels.vocabulary import Vocabulary
 
@@ -45,6 +46,7 @@ class TokenStatistics(NamedTuple):
     """int64: 1 + the number of columns with a larger logit than the target's; 1 = the most likely one."""
 
 
+@uncompiled
 def token_logprobs(
     logits: Tensor,
     target_ids: Tensor,
@@ -107,6 +109,7 @@ def token_logprobs(
     return logprobs
 
 
+@uncompiled
 def token_statistics(
     logits: Tensor,
     target_ids: Tensor,
@@ -147,6 +150,7 @@ def token_statistics(
     return TokenStatistics(*found)
 
 
+@uncompiled
 def linear_logprobs(
     hidden: Tensor,
     weight: Tensor,
@@ -181,8 +185,9 @@ def linear_logprobs(
         logit_scale: multiplies the logits (Cohere: `logit_scale`; Granite: 1 / `logits_scaling`).
         soft_cap: Gemma 2's `final_logit_softcapping`, or None.
         vocab_mask: as for `token_logprobs`.
-        logits_dtype: float32 is exact; bfloat16 rounds logits as an engine or trainer with a bfloat16 head
-            does, for bfloat16 arguments by a bfloat16 GEMM. None = float32 (float64 for float64 arguments).
+        logits_dtype: float32 is exact, whatever `torch.set_float32_matmul_precision` allows; bfloat16 rounds
+            logits as an engine or trainer with a bfloat16 head does, for bfloat16 arguments by a bfloat16
+            GEMM. None = float32 (float64 for float64 arguments).
         backend: `auto`, `c`, `triton` or `torch`: of the softmax; the products are the vendor library's.
         kept: as for `token_logprobs`; with a `Truncation` logits of 64 tokens exist for all columns at once.
         group: as for `token_logprobs`; weight and bias are this rank's own rows of the head. The backward

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from rlbatch.alignment.drift import Drift, Sums
 from rlbatch.alignment.judge import Judge
+from rlbatch.batch import Batch
 from rlbatch.catalogue import finding
 from rlbatch.errors import AlignmentError, Finding, Where
 
@@ -34,12 +35,20 @@ _COMPARED = {
     "trainer_version": "the same trainer_version (-2 is None)",
     "moment": "the same `defer`, and a sequence of batches on all or on none",
     "limits": "the same limits (shown as a checksum)",
-    "samples": "the same samples in the step that ranks share (shown as a checksum)",
+    "samples": "the same samples in the steps that ranks share (shown as a checksum)",
 }
 """What all ranks must have alike, and how a finding says it."""
 _COLUMNS = (
     *_COMPARED,
+    *("share", "step_loss_tokens"),
     *("num_bytes", "num_trained", "num_excluded_segments", "all_comparable", "num_ages"),
+)
+_LIKELY_SAMPLES = "the loaders of the ranks differ in seed, in store, or in the position they resumed at"
+_FIX_SAMPLES = "give every rank the same store and seed, and load the same state_dict on all of them"
+_LIKELY_SHARES = "num_ranks was not given to the loaders, or two of them have the same rank"
+_FIX_SHARES = (
+    "RolloutLoader(..., rank=dist.get_rank(), num_ranks=dist.get_world_size()); where ranks share a batch on "
+    "purpose (tensor parallel), pass the group of the data-parallel ranks"
 )
 _NO_VERSION = -2.0
 
@@ -55,18 +64,48 @@ class Occasion:
     is_early: bool
     """Before anything is judged: only failures are told, of a step whose verdict is deferred."""
     samples_crc32: int | None = None
-    """Of the samples of the step, as its loader says; None where none does."""
+    """Of the samples of the step, or of all steps in order, as the loader says; None where it does not."""
+    share_crc32: int | None = None
+    """Of the trained samples that this rank holds of them; None where it has none, or no loader gave them."""
+    step_loss_tokens: int | None = None
+    """Trained tokens of the steps on all ranks, as the loader says; None where not all of a step is here."""
 
     def numbers(self, judge: Judge) -> list[float]:
-        """One a name of `_COMPARED`."""
-        limits = float(zlib.crc32(repr(judge.limits).encode()))
+        """One a name of `_COMPARED`, and the two that follow."""
+        limits = float(_crc32(judge.limits))
         if self.num_batches is None:
-            return [UNKNOWN, UNKNOWN, UNKNOWN, limits, UNKNOWN]
+            return [UNKNOWN, UNKNOWN, UNKNOWN, limits, UNKNOWN, UNKNOWN, UNKNOWN]
         version = judge.trainer_version
         moment = 2 * self.is_whole + self.is_early
         known_version = float(_NO_VERSION if version is None else version)
-        samples = float(UNKNOWN if self.samples_crc32 is None else self.samples_crc32)
-        return [float(self.num_batches), known_version, moment, limits, samples]
+        said = (self.samples_crc32, self.share_crc32, self.step_loss_tokens)
+        return [
+            *(float(self.num_batches), known_version, moment, limits),
+            *(UNKNOWN if each is None else float(each) for each in said),
+        ]
+
+
+def occasion_of(batches: Sequence[Batch], *, is_whole: bool, is_early: bool) -> Occasion:
+    """What the batches of one call say of the steps that they are of."""
+    steps = [batch.step for batch in batches if batch.step is not None]
+    # One of each step, in order.
+    firsts = list({(step.epoch, step.step): step for step in steps}.values())
+    checksums = [step.samples_crc32 for step in firsts]
+    trained = [ref.sample_id for batch in batches if batch.num_loss_tokens for ref in batch.refs]
+    # The total of a step says nothing of a part of its micro-batches.
+    is_complete = len(steps) == len(batches) == sum(step.num_batches for step in firsts)
+    return Occasion(
+        num_batches=len(batches),
+        is_whole=is_whole,
+        is_early=is_early,
+        samples_crc32=None if None in checksums or not checksums else _crc32(checksums),
+        share_crc32=_crc32(trained) if is_complete and trained else None,
+        step_loss_tokens=sum(step.num_loss_tokens for step in firsts) if is_complete else None,
+    )
+
+
+def _crc32(value: object) -> int:
+    return zlib.crc32(repr(value).encode())
 
 
 class _Words(msgspec.Struct, frozen=True):
@@ -115,7 +154,10 @@ def agree(mine: Judge, occasion: Occasion, group: "dist.ProcessGroup") -> Judge:
                 all_comparable=bool(part.numbers["all_comparable"]),
             )
         )
-    together.findings += _differences([part.numbers for part in parts], ranks)
+    rows = [part.numbers for part in parts]
+    together.findings += _differences(rows, ranks)
+    if not any(found.severity == "error" for found in together.findings):
+        together.findings += _doubled(rows, ranks)
     return together
 
 
@@ -180,6 +222,34 @@ def _differences(rows: Sequence[dict[str, float]], ranks: Sequence[int]) -> Iter
             where=Where(rank=odd),
             expected=f"{expected} on every rank",
             found=f"{name} " + ", ".join(f"{value:.0f} on rank {rank}" for rank, value in known),
+            likely=_LIKELY_SAMPLES if name == "samples" else None,
+            fix=_FIX_SAMPLES if name == "samples" else None,
+        )
+
+
+def _doubled(rows: Sequence[dict[str, float]], ranks: Sequence[int]) -> Iterator[Finding]:
+    """`ranks-differ` where ranks train the same samples, or more together than the step has."""
+    first: dict[float, int] = {}
+    for rank, row in zip(ranks, rows, strict=True):
+        other = first.setdefault(row["share"], rank)
+        if row["share"] != UNKNOWN and other != rank:
+            yield finding(
+                "ranks-differ",
+                where=Where(rank=rank),
+                expected="other samples on every rank",
+                found=f"those of rank {other} again, {row['num_trained']:.0f} trained tokens",
+                likely=_LIKELY_SHARES,
+                fix=_FIX_SHARES,
+            )
+            return
+    total, trained = rows[0]["step_loss_tokens"], sum(row["num_trained"] for row in rows)
+    if total != UNKNOWN and trained > total:
+        yield finding(
+            "ranks-differ",
+            expected=f"the {total:.0f} trained tokens of the step, on all ranks together",
+            found=f"{trained:.0f}",
+            likely=_LIKELY_SHARES,
+            fix=_FIX_SHARES,
         )
 
 

@@ -36,6 +36,12 @@ class Sums:
     sum_segment_count_squared: float = 0.0
     """Over segments: their tokens, squared."""
     sum_ratio: float = 0.0
+    num_drawn: float = 0.0
+    """Tokens said to be drawn from a whole softmax of which the engine gives the values."""
+    sum_drawn_below: float = 0.0
+    """Of these: 1 - ratio."""
+    sum_drawn_squared: float = 0.0
+    """Of these: (1 - ratio)^2."""
     max_abs_log_ratio: float = 0.0
     num_confident_disagreements: float = 0.0
     num_outside_kept_set: float = 0.0
@@ -54,6 +60,9 @@ class Sums:
         self.sum_segment_k3_count += other.sum_segment_k3_count
         self.sum_segment_count_squared += other.sum_segment_count_squared
         self.sum_ratio += other.sum_ratio
+        self.num_drawn += other.num_drawn
+        self.sum_drawn_below += other.sum_drawn_below
+        self.sum_drawn_squared += other.sum_drawn_squared
         self.max_abs_log_ratio = max(self.max_abs_log_ratio, other.max_abs_log_ratio)
         self.num_confident_disagreements += other.num_confident_disagreements
         self.num_outside_kept_set += other.num_outside_kept_set
@@ -90,11 +99,18 @@ class Drift:
     by_age: dict[int, Sums] = field(default_factory=dict)
     """Age 0 is current; -1 unknown."""
 
-    def add_rows(self, rows: NDArray[np.float64], ages: NDArray[np.int64]) -> None:
-        """Take in segments: [G, stats] with the age of each."""
+    def add_rows(self, rows: NDArray[np.float64], ages: NDArray[np.int64], *, drawn: bool = False) -> None:
+        """Take in segments: [G, stats] with the age of each.
+
+        Args:
+            rows: of one provenance.
+            ages: [G] versions.
+            drawn: their values are said to be those of the whole softmax that they were drawn from.
+        """
         is_heard = rows[:, COLUMN["num_compared"]] > 0
         for age in sorted(set(ages[is_heard].tolist())):
-            self.by_age.setdefault(age, Sums()).add(_sums(chosen_rows(rows, is_heard & (ages == age))))
+            sums = _sums(chosen_rows(rows, is_heard & (ages == age)), drawn=drawn)
+            self.by_age.setdefault(age, Sums()).add(sums)
 
     def add_outside(self, age: int, num_tokens: int) -> None:
         """Count tokens outside the trainer's own kept sets."""
@@ -241,12 +257,13 @@ def chosen_rows(table: NDArray[np.float64], chosen: NDArray[np.bool_]) -> NDArra
     return table if chosen.all() else table[chosen]
 
 
-def _sums(rows: NDArray[np.float64]) -> Sums:
+def _sums(rows: NDArray[np.float64], *, drawn: bool) -> Sums:
     # Of all columns at once: a sum for each of them takes longer than the table of a small batch.
     total = dict(zip(STAT_COLUMNS, rows.sum(axis=0).tolist(), strict=True))
+    num, ratio = total["num_compared"], total["sum_ratio"]
     k3, count = rows[:, COLUMN["sum_k3_capped"]], rows[:, COLUMN["num_compared"]]
     return Sums(
-        num_tokens=total["num_compared"],
+        num_tokens=num,
         sum_log_ratio=total["sum_log_ratio"],
         sum_abs_log_ratio=total["sum_abs_log_ratio"],
         sum_k3=total["sum_k3"],
@@ -254,7 +271,10 @@ def _sums(rows: NDArray[np.float64]) -> Sums:
         sum_segment_k3_squared=float(k3 @ k3),
         sum_segment_k3_count=float(k3 @ count),
         sum_segment_count_squared=float(count @ count),
-        sum_ratio=total["sum_ratio"],
+        sum_ratio=ratio,
+        num_drawn=num if drawn else 0.0,
+        sum_drawn_below=num - ratio if drawn else 0.0,
+        sum_drawn_squared=total["sum_sq_ratio"] - 2 * ratio + num if drawn else 0.0,
         max_abs_log_ratio=float(rows[:, COLUMN["max_abs_log_ratio"]].max()),
         num_confident_disagreements=total["num_confident_disagreements"],
         all_clean=bool(

@@ -17,8 +17,8 @@ from rlbatch_kernels import LAGS, RESIDUAL_CLIP
 if TYPE_CHECKING:
     from rlbatch.alignment.exhibits import Window
 
-LAGS_AT_ONCE = 16
-"""Lags of a segment that are measured together: of 2,048 tokens they are 256 KiB."""
+LAGS_AT_ONCE = 32
+"""Lags of a segment that are measured together: of 2,048 tokens they are 512 KiB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

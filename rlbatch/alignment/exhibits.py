@@ -44,6 +44,8 @@ class Exhibit:
     """[n] nats, of the logits one position later, as without causal shift; NaN at the end."""
     target_logits: Values | None
     """[n] logit of each token over the temperature."""
+    collision: Values | None
+    """[n] sum over the vocabulary of squared probabilities: 1 where the trainer is certain of one token."""
     predictions: tuple[Values | None, ...]
     """[n, P] nats, one of each of `FAMILIES`; None where it takes logits that nobody gave."""
 
@@ -114,6 +116,7 @@ def joined(parts: Sequence[Exhibit]) -> Exhibit:
         again=column("again"),
         own_position=column("own_position"),
         target_logits=column("target_logits"),
+        collision=column("collision"),
         predictions=tuple(
             None
             if any(part.predictions[at] is None for part in parts)
@@ -158,6 +161,7 @@ def _window(part: Evidence, start: int) -> Window:
         again=None if again is None else again[usable],
         own_position=None if own is None else own[usable],
         target_logits=None if target is None else target[usable],
+        collision=None if logits is None else seen.collision[usable],
         predictions=predictions,
     ), 0 if logits is None else int(logits.shape[1])
 

@@ -26,6 +26,8 @@ class Family:
     """[P] rising."""
     neutral: tuple[float, float]
     """Between these the family says what is stated, or is too near to be told from it."""
+    noisy_neutral: tuple[float, float]
+    """The same in a noisy run, where clean pools fit parameters farther from what is stated."""
     predict: Callable[[Seen, Values], Values]
     """[n], [P] -> [n, P] nats."""
     needs_logits: bool = True
@@ -164,6 +166,7 @@ FAMILIES: tuple[Family, ...] = (
         kind="sign",
         parameters=np.array([-1.0]),
         neutral=(1, 1),
+        noisy_neutral=(1, 1),
         predict=_negated,
         needs_logits=False,
     ),
@@ -172,6 +175,7 @@ FAMILIES: tuple[Family, ...] = (
         kind="base",
         parameters=np.array([2.0]),
         neutral=(1, 1),
+        noisy_neutral=(1, 1),
         predict=_scaled,
         needs_logits=False,
     ),
@@ -180,6 +184,7 @@ FAMILIES: tuple[Family, ...] = (
         kind="base",
         parameters=np.array([10.0]),
         neutral=(1, 1),
+        noisy_neutral=(1, 1),
         predict=_scaled,
         needs_logits=False,
     ),
@@ -188,6 +193,7 @@ FAMILIES: tuple[Family, ...] = (
         kind="rank",
         parameters=np.array([1.0]),
         neutral=(0, 0),
+        noisy_neutral=(0, 0),
         predict=_largest,
     ),
     Family(
@@ -195,6 +201,7 @@ FAMILIES: tuple[Family, ...] = (
         kind="logits",
         parameters=np.array([1.0]),
         neutral=(0, 0),
+        noisy_neutral=(0, 0),
         predict=_plain_logits,
     ),
     Family(
@@ -202,6 +209,7 @@ FAMILIES: tuple[Family, ...] = (
         kind="temperature",
         parameters=_RATIOS,
         neutral=(0.96, 1.04),
+        noisy_neutral=(0.94, 1.06),
         predict=_temperature,
     ),
     # At temperature 1 both say the same, which is temperature 1: so that it is left out here. So near it, a
@@ -211,6 +219,7 @@ FAMILIES: tuple[Family, ...] = (
         kind="divisor",
         parameters=_RATIOS[_RATIOS < 0.96],
         neutral=(0.94, 1),
+        noisy_neutral=(0.94, 1),
         predict=_divided,
     ),
     Family(
@@ -218,6 +227,7 @@ FAMILIES: tuple[Family, ...] = (
         kind="divisor",
         parameters=_RATIOS[_RATIOS > 1.04],
         neutral=(1, 1.07),
+        noisy_neutral=(1, 1.08),
         predict=_divided,
     ),
     Family(
@@ -225,6 +235,7 @@ FAMILIES: tuple[Family, ...] = (
         kind="top_k",
         parameters=np.unique(np.round(1.12 ** np.arange(0, 60)).clip(1, MOST_KEPT)),
         neutral=(500, np.inf),
+        noisy_neutral=(200, np.inf),
         predict=_top_k,
     ),
     Family(
@@ -232,6 +243,7 @@ FAMILIES: tuple[Family, ...] = (
         kind="top_p",
         parameters=np.arange(0.2, 0.991, 0.01),
         neutral=(0.975, 1),
+        noisy_neutral=(0.935, 1),
         predict=_top_p,
     ),
     Family(
@@ -239,6 +251,7 @@ FAMILIES: tuple[Family, ...] = (
         kind="min_p",
         parameters=np.exp(np.arange(np.log(0.004), np.log(0.6), 0.1)),
         neutral=(0, 0.005),
+        noisy_neutral=(0, 0.02),
         predict=_min_p,
     ),
     Family(
@@ -246,6 +259,7 @@ FAMILIES: tuple[Family, ...] = (
         kind="repetition_penalty",
         parameters=np.exp(np.arange(-6, 17) * 0.05),
         neutral=(0.96, 1.04),
+        noisy_neutral=(0.9, 1.05),
         predict=_repetition,
     ),
     Family(
@@ -253,6 +267,7 @@ FAMILIES: tuple[Family, ...] = (
         kind="presence_penalty",
         parameters=np.arange(-1, 2.01, 0.1),
         neutral=(-0.08, 0.08),
+        noisy_neutral=(-0.6, 0.25),
         predict=_presence,
     ),
     Family(
@@ -260,6 +275,7 @@ FAMILIES: tuple[Family, ...] = (
         kind="frequency_penalty",
         parameters=np.arange(-1, 2.01, 0.1),
         neutral=(-0.05, 0.05),
+        noisy_neutral=(-0.3, 0.15),
         predict=_frequency,
     ),
 )

@@ -10,9 +10,9 @@ from numbers import Integral
 from typing import overload
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from rlbatch.alignment.agreement import Occasion, agree
+from rlbatch.alignment.agreement import Occasion, agree, occasion_of
 from rlbatch.alignment.drift import too_few
 from rlbatch.alignment.judge import REASONS, Judge, Verdict
 from rlbatch.alignment.limits import Limits
@@ -54,7 +54,7 @@ class _Step:
                 if self.group is None:
                     raise
                 judge.findings += _told_by(error)
-            occasion = _occasion(self.measured, is_whole=self.is_whole, is_early=False)
+            occasion = occasion_of(_batches(self.measured), is_whole=self.is_whole, is_early=False)
             try:
                 self.verdict = _together(judge, self.group, occasion)
             except AlignmentError as error:
@@ -173,7 +173,9 @@ def require_aligned(
     Raises:
         AlignmentError: a finding of severity error, on every rank of the group alike. Warnings do not raise.
         RecordError: not as many logprobs as batches, or none; with a group that too is an AlignmentError.
+            And limits, logits_for or group of another type, on this rank alone.
     """
+    _check_arguments(limits, logits_for, group)
     is_whole = not isinstance(batch, Batch)
     try:
         version = _version(trainer_version)
@@ -188,7 +190,7 @@ def require_aligned(
     if group is not None and defer:
         # The verdict is put off, so this is where a rank that cannot measure tells the others: after this
         # they may wait for it in collectives of the model.
-        occasion = _occasion(measured, is_whole=is_whole, is_early=True)
+        occasion = occasion_of(_batches(measured), is_whole=is_whole, is_early=True)
         errors = agree(Judge(trainer_version=version, limits=limits), occasion, group).verdict().errors
         if errors:
             raise AlignmentError.of(*errors)
@@ -206,15 +208,28 @@ def require_aligned(
     return alignments[0] if isinstance(batch, Batch) else alignments
 
 
-def _occasion(measured: Sequence[Measured], *, is_whole: bool, is_early: bool) -> Occasion:
-    checksums = {part.batch.step.samples_crc32 for part in measured if part.batch.step is not None}
-    return Occasion(
-        num_batches=len(measured),
-        is_whole=is_whole,
-        is_early=is_early,
-        # Batches of several steps have no one checksum.
-        samples_crc32=checksums.pop() if len(checksums) == 1 else None,
-    )
+def _batches(measured: Sequence[Measured]) -> list[Batch]:
+    return [part.batch for part in measured]
+
+
+def _check_arguments(limits: object, logits_for: object, group: object) -> None:
+    """Refuse what only a suspect, or the first collective, would stumble over.
+
+    Raises:
+        RecordError: which argument, and what it should be.
+    """
+    if not isinstance(limits, Limits):
+        raise RecordError(f"limits: expected rlbatch.alignment.Limits(...), found {type(limits).__name__}")
+    if isinstance(logits_for, nn.Module) or not (logits_for is None or callable(logits_for)):
+        raise RecordError(
+            "logits_for: expected a function as rlbatch.scoring.logits_for(model) makes one, "
+            f"found {type(logits_for).__name__}"
+        )
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise RecordError(
+            "group: expected a process group that this process is in, as torch.distributed.group.WORLD, or "
+            f"None, found {group!r}"
+        )
 
 
 def _version(trainer_version: object) -> int | None:

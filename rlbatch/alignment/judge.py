@@ -20,6 +20,7 @@ from rlbatch.alignment.limits import COMPANY_MIN, COMPANY_SHARE, Limits
 from rlbatch.alignment.logits import LogitsFor
 from rlbatch.alignment.measure import COLUMN, Measured
 from rlbatch.alignment.pools import Pool
+from rlbatch.alignment.ratio_means import ratio_findings
 from rlbatch.alignment.scene import place_of
 from rlbatch.alignment.subtle_limits import LOOK_TURN_TOKENS
 from rlbatch.catalogue import finding
@@ -112,7 +113,8 @@ class Judge:
         self.num_excluded_segments += int((~kept).sum())
         for provenance, mine in measured.by_provenance:
             pool = self._pool_of(provenance)
-            pool.drift.add_rows(table[mine & kept], ages[mine & kept])
+            drawn = provenance.trainable
+            pool.drift.add_rows(table[mine & kept], ages[mine & kept], drawn=drawn)
             pool.num_segments += int((mine & kept).sum())
         beyond = kept & (table[:, COLUMN["num_trainer_not_finite"]] > 0)
         for index in np.flatnonzero(beyond).tolist():
@@ -150,6 +152,9 @@ class Judge:
         """What all batches together say."""
         self.settle()
         findings = [*self.findings, *drift_findings(self.drift.by_age, self.limits)]
+        # What is told for sure, and what old data does, may move the mean as well.
+        if not any(found.severity == "error" or found.code == "stale" for found in findings):
+            findings += ratio_findings(self.drift.by_age)
         findings.sort(key=lambda found: found.severity != "error")
         doubtful = any(found.code in DOUBTS for found in findings)
         return Verdict(
@@ -227,7 +232,7 @@ def _of_first_sequence(inquiry: Inquiry, exhibits: Sequence[Exhibit]) -> list[Ex
     return [each for each in looked if each is not None]
 
 
-DOUBTS = ("unexplained", "kld-high", "prefix-differs")
+DOUBTS = ("unexplained", "kld-high", "ratio-mean-off", "prefix-differs")
 """Codes that leave open what is wrong, even as warnings: with one of them nothing is called sound."""
 
 REASONS = (*DOUBTS, "incomparable", "nothing-trained")

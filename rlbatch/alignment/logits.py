@@ -22,7 +22,8 @@ LogitsFor: TypeAlias = Callable[[Batch, int, int, int], Tensor]
 
 Row i predicts `batch.target_ids[row, start + i]`, `row` being that of `batch.host_segments[index]`; and
 start:stop lies inside that segment and is at most `WINDOW_TOKENS` long. Logits are the model's own: not
-divided by the temperature, of the sequence scored alone, in the mode that the trainer trains in.
+divided by the temperature, of the sequence scored alone, in the mode that the trainer trains in. In a group
+only the rank that has the segment asks, so that the answer must not wait for other ranks.
 """
 
 WINDOW_TOKENS = 256
@@ -78,6 +79,7 @@ def require_same_rows(
         again: [n] nats, the logprobs that follow from the logits.
         trainer: [n] nats, as passed to the gate.
         inference: [n] nats.
+        place: of the segment.
 
     Raises:
         AlignmentError: `batch-mismatch`.

@@ -20,6 +20,9 @@ from rlbatch_kernels import STAT_COLUMNS, PolicyRatio, alignment_stats, count_ou
 
 COLUMN = {name: index for index, name in enumerate(STAT_COLUMNS)}
 LOGPROB_DTYPES = (torch.float32, torch.float64)
+HALF_DTYPES = (torch.bfloat16, torch.float16)
+_WHY_HALF = "logprobs were left in half precision, which rounds each by more than engine and trainer differ"
+_FIX_HALF = "take log_softmax of logits.float(), or use rlbatch.scoring.trainer_logprobs(model, batch)"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -168,7 +171,17 @@ def _word(dtype: torch.dtype) -> str:
 
 def _mismatch(expected: str, found: str, number: int | None) -> AlignmentError:
     where = Where(batch=number)
-    return AlignmentError.of(finding("batch-mismatch", where=where, expected=expected, found=found))
+    is_half = any(_word(dtype) in found for dtype in HALF_DTYPES)
+    return AlignmentError.of(
+        finding(
+            "batch-mismatch",
+            where=where,
+            expected=expected,
+            found=found,
+            likely=_WHY_HALF if is_half else None,
+            fix=_FIX_HALF if is_half else None,
+        )
+    )
 
 
 def _to_host(table: Tensor, batch: Batch) -> "tuple[Tensor, Tensor, torch.cuda.Event | None]":

@@ -13,6 +13,7 @@ from rlbatch.alignment.exhibits import Exhibit, exhibit_of, joined
 from rlbatch.alignment.hypotheses.distributions import distribution_finding, other_distribution
 from rlbatch.alignment.hypotheses.passes import trainer_fault
 from rlbatch.alignment.hypotheses.prefix import prefix_differs
+from rlbatch.alignment.hypotheses.versions import versions_mixed_in_pool
 from rlbatch.alignment.inquiry import Inquiry
 from rlbatch.alignment.limits import LEFT_MOST
 from rlbatch.alignment.measure import COLUMN
@@ -20,6 +21,7 @@ from rlbatch.alignment.subtle_limits import (
     LOOK_BEGINNING_FACTOR,
     LOOK_BEGINNING_MEAN,
     LOOK_MEAN,
+    LOOK_SHORT_MEAN,
     LOOK_SIDED_MEAN,
     LOOK_SIDED_SHARE,
     LOOK_TOKENS,
@@ -96,7 +98,7 @@ class Pool:
         if winner is not None:
             scope = f" of {len(self.exhibits)} turns of one provenance"
             return distribution_finding(winner, whole, where=worst.place, scope=scope)
-        return prefix_differs(self.exhibits)
+        return prefix_differs(self.exhibits) or versions_mixed_in_pool(self.exhibits)
 
 
 _SEEN = [
@@ -147,6 +149,8 @@ class _Seen:
 
     @property
     def begins_off(self) -> bool:
-        """The first window of the turns is louder than their later ones."""
+        """The first window of the turns is louder than their later ones, or there are none."""
+        if not self.num_later:
+            return self.size >= LOOK_SHORT_MEAN * max(self.num, 1)
         first, later = self.size_first / max(self.num_first, 1), self.size_later / max(self.num_later, 1)
-        return self.num_later > 0 and first >= max(LOOK_BEGINNING_MEAN, LOOK_BEGINNING_FACTOR * later)
+        return first >= max(LOOK_BEGINNING_MEAN, LOOK_BEGINNING_FACTOR * later)

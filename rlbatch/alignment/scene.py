@@ -36,6 +36,8 @@ class Scene:
     input_ids: NDArray[np.int64]
     lengths: tuple[int, ...]
     """[S] of the sequences."""
+    prompt_lengths: tuple[int, ...]
+    """[S] tokens of each before its first sampled one; 0 where nothing of it was sampled."""
     floor: float | None
     """Usual mean |log_ratio| of a segment, nats."""
     logits_for: LogitsFor | None
@@ -54,6 +56,7 @@ class Scene:
             temperature=batch.temperature.double().cpu().numpy(),
             input_ids=batch.input_ids.cpu().numpy(),
             lengths=_lengths(batch),
+            prompt_lengths=_prompt_lengths(batch),
             floor=floor,
             logits_for=logits_for,
         )
@@ -91,10 +94,9 @@ class Scene:
         ref = self.batch.ref_of(segment)
         index = self.batch.sequence_of(segment)
         _, stop = self.batch.tokens_of(segment)
-        own = [part for part in self.batch.host_segments if self.batch.sequence_of(part) == index]
         return Context(
             ids=self.input_ids[segment.row, ref.token_offset : ref.token_offset + stop],
-            prompt_length=min(self.batch.tokens_of(part)[0] for part in own),
+            prompt_length=self.prompt_lengths[index],
             padding=max(self.lengths) - self.lengths[index],
             index=index,
             is_packed=self.batch.layout == "packed",
@@ -140,3 +142,11 @@ def _lengths(batch: Batch) -> tuple[int, ...]:
     if batch.attention_mask is None:
         return (batch.shape[1],) * batch.shape[0]
     return tuple(int(each) for each in rearrange(batch.attention_mask.sum(dim=1).cpu().numpy(), "b -> b"))
+
+
+def _prompt_lengths(batch: Batch) -> tuple[int, ...]:
+    first = [0] * len(batch.refs)
+    # Segments come in the order of their tokens: the first of a sequence is written last.
+    for part in reversed(batch.host_segments):
+        first[batch.sequence_of(part)] = batch.tokens_of(part)[0]
+    return tuple(first)

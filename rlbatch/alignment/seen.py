@@ -79,6 +79,13 @@ class Seen:
         return whole
 
     @cached_property
+    def collision(self) -> Values:
+        """[n] sum over the vocabulary of squared probabilities."""
+        twice = torch.logsumexp(self.given_logits * (2 / self.divisor), dim=1).double().numpy()
+        squared: Values = np.exp(np.minimum(twice - 2 * self.whole, 0))
+        return squared
+
+    @cached_property
     def kept(self) -> tuple[Values, Values]:
         """[n, K] probabilities from the largest down, and the mass of the first so many."""
         chances = torch.softmax(self.given_logits / self.divisor, dim=1).numpy()

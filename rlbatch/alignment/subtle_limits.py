@@ -1,5 +1,8 @@
 """The numbers by which subtle causes are told from noise and from each other, each with its reason."""
 
+UNSURE_BELOW = -0.1
+"""Logprob, nats, of tokens that are no near-certainties: what noise does to the others is rounding."""
+
 LOOK_MEAN = 0.008
 """Mean |log_ratio| over the turns of one provenance, nats, from which they are worth a look together.
 
@@ -8,8 +11,10 @@ moves a token by 0.015 on average, temperature 0.9 by 0.035.
 """
 LOOK_SIDED_MEAN, LOOK_SIDED_SHARE = 0.003, 0.6
 """The same where so much of it is on one side: noise goes both ways, a renormalised set lifts all tokens."""
-LOOK_BEGINNING_MEAN, LOOK_BEGINNING_FACTOR = 0.003, 1.7
-"""The same of the first windows, and that over the mean of later ones: bf16 leaves 1.2."""
+LOOK_SHORT_MEAN = 0.003
+"""The same where no turn is longer than a window, for a look at beginnings that asks for no logits."""
+LOOK_BEGINNING_MEAN, LOOK_BEGINNING_FACTOR = 0.0005, 1.7
+"""The same of the first windows of longer turns, and that over the mean of later ones: bf16 leaves 1.2."""
 LOOK_TOKENS = 4096
 """Tokens of one provenance that are looked at together: at a KLD of 0.028 they settle every subtle cause."""
 LOOK_ELEMENTS = 2**27
@@ -37,6 +42,7 @@ FAMILY_SINGLE_SHARE = 0.6
 DIVISOR_NEAR_ONE, DIVISOR_COST = 0.12, 0.15
 """A divisor this near 1 says temperature 1, less what noise takes from the trainer; and its cost in gain.
 
+The same of one this near ln 2 or ln 10, which says base 2 or 10, unless the stated temperature is as near.
 Planted temperatures at a KLD of 0.028: a divisor of 1.05 then gains 2 % more than the true temperature 1.
 """
 FAMILY_HOPELESS_SHARE = 0.75
@@ -48,6 +54,22 @@ FAMILY_SLOPE, FAMILY_SLOPE_ERRORS, FAMILY_SLOPE_MOST = 0.05, 3.0, 0.35
 """Differences over those predicted are 1 where it holds, within 0.05 and three standard errors."""
 FAMILY_MIN_INFORMATIVE = 8
 """Tokens that the explanation must move."""
+
+NOISY_LEFT, NOISY_TOKENS = 0.02, 256
+"""Mean |residual|, nats, that the best explanation leaves where noise must be modelled: bf16 leaves 0.005, a
+KLD of 0.003 leaves 0.037. And unsure tokens from which its size is known, to a tenth."""
+NOISY_MIN_GAIN = 20.0
+"""Log likelihood ratio, nats, that an explanation must have there, its parameter paid for.
+
+Clean pools of 4,096 tokens at a KLD of 0.028 reached 8; a top_k of 50 has 29.
+"""
+NOISY_MOST_VARIANCE = 0.6
+"""Variance in logits that it may leave: 0.23 is a KLD of 0.028, 0.6 would be one of 0.07."""
+NOISY_SLOPE = 0.5
+"""Differences over those predicted are 1 there within this: top-p that leaves one token leaves no noise
+either, and of planted ones 0.69 to 1.46 was measured."""
+NOISY_ZEROS_LEFT = 0.4
+"""Share of exact zeros that it may leave: a buffer has them anywhere. Planted kept sets left up to 0.27."""
 
 AGAIN_MEAN = 0.03
 """Mean |difference| of two passes of the trainer, nats, from which they disagree: bf16 leaves under 0.005."""
@@ -75,36 +97,57 @@ CACHE_BLOCK = 16
 """Tokens of a block of an engine's prefix cache; vLLM's default."""
 CACHE_MIN_TOKENS = 6
 """Tokens of a span that may be told by where it ends."""
-VERSION_MIN_TOKENS = 16
-"""Tokens on either side of a change of weights."""
+TAIL_QUIET, TAIL_REST_SHARE = 0.4, 0.02
+"""Mean |log_ratio| of the rest, nats, beyond which it is off too: hot turns at a KLD of 0.028 leave 0.35.
+
+And the share of rubbish among them, of which such noise leaves one in 300.
+"""
+TAIL_MIN_GAIN, TAIL_SURE_GAIN = 8.0, 16.0
+"""Nats by which noise does not do that to the last tokens, for a warning and for an error."""
+TAIL_BEFORE = 16
+"""Tokens right before the last ones by which noise is known there: other weights move all of them."""
+VERSION_MIN_TOKENS, VERSION_UNSURE_TOKENS = 16, 8
+"""Tokens on either side of a change of weights, and tokens of them that are no near-certainties."""
 VERSION_FACTOR, VERSION_SHARE = 2.0, 0.25
 """Each half of what other weights drew over the rest, in widths; and the share of its tokens so far off."""
+VERSION_WIDTHS = 6.0
+"""Most that one token adds to either size, times the median of the turn: tails speak for nobody."""
+VERSION_MIN_GAIN, VERSION_SURE_GAIN = 15.0, 22.0
+"""Log likelihood ratio, nats, of two sizes over one in a turn, for a warning and for an error.
+
+Of 15,000 turns made of clean blocks at a KLD of 0.028, heavy, the largest is 13.3, of 1,200 real ones 9.2.
+"""
+VERSION_POOL_GAIN, VERSION_ROW_COST, VERSION_POOL_FACTOR = 40.0, 4.0, 2.5
+"""The same of many turns together, what each of them costs, as its place is chosen, and the least factor.
+
+Of 20,000 pools of 5 to 25 clean turns none reaches 13; planted changes in 10 turns leave 60 in 99 of 100. In
+bf16 differences grow by 2.3 over 400 tokens by themselves.
+"""
+VERSION_POOL_TURNS, VERSION_POOL_NOISE = 3, 0.02
+"""Turns in which it must show, and nats that their quiet part has at least: a KLD of 0.003 leaves 0.06."""
 DECAY_FACTOR = 2.0
 """First half of a loud beginning over its second half: a prefix that differs is forgotten."""
-PREFIX_WIDTHS = 6.0
-"""Most that one token adds to what a profile says, times the mean of those that are not early."""
-PREFIX_EARLY, PREFIX_LATE, PREFIX_STOP = 8, 24, 96
-"""Tokens of a turn that are early, from which they are late, and up to which they are compared."""
-PREFIX_FACTOR, PREFIX_MIN_GAIN = 2.5, 20.0
-"""Early over late, in widths, and the log likelihood ratio, nats, of two sizes over one.
+PREFIX_EARLY, PREFIX_LATE = 8, 24
+"""Tokens of a turn that are early, and from which they are late."""
+PREFIX_FADES = 8.0
+"""Tokens in which the weight of a place falls e times: of 3, 8 and 24, other prompts show best by 8."""
+PREFIX_STRATA, PREFIX_STRATUM = 8, 16
+"""Groups of tokens of like certainty, and the least of them that make one."""
+PREFIX_SHARE_LOUD = 0.15
+"""Share of early tokens above twice the mean of late ones, and above the least: a lost BOS moves 0.4
+of them by 0.01 nats."""
+PREFIX_LEAST = 0.005
+"""Mean |log_ratio| of early tokens, nats, below which nothing is told: bf16 reached 0.010 in 64 tokens."""
+PREFIX_ERRORS, PREFIX_SURE_ERRORS = 3.8, 6.0
+"""Standard errors by which first tokens are the louder ones, and from which it is an error and no warning.
 
-Clean pools of two to thirty turns reached 3.2 and 13, or 1.7 and 34, never both; a prompt without its first
-token leaves 3 to 7 in float32 and bf16.
+Clean pools reached 3.6, at any noise.
 """
-PREFIX_NOISY_FACTOR, PREFIX_NOISY_MIN_GAIN = 1.5, 22.0
-"""The same in a noisy run: at a KLD of 0.028 clean pools reached 1.46 and 17, a lost token 1.5 and 20."""
-PREFIX_SURE_GAIN = 60.0
-"""The gain from which it is an error and no warning: clean bootstrapped pools reach the bars now and then."""
-PREFIX_NOISY_TOKENS = 1536
-"""Tokens of a pool that are looked at in a noisy run: a handful of turns reach its bars by chance."""
-PREFIX_UNSURE_GAIN, PREFIX_NOISY_UNSURE_GAIN = 4.0, 0.3
-"""The gain in tokens that are no near-certainties: up to 2 in clean pools of bf16, below 0 in noisy ones."""
-UNSURE_BELOW = -0.1
-"""Logprob, nats, of such tokens."""
-PREFIX_SHARE_LOUD = 0.22
-"""Share of early tokens above twice the mean of late ones, so that not one or two make a beginning loud."""
-PREFIX_BETWEEN = 0.9
-"""Least that the tokens between are, over the late ones: it fades, and it does not turn over."""
+PREFIX_QUIET, PREFIX_FACTOR, PREFIX_QUIET_ERRORS = 0.08, 2.0, 3.3
+"""The same where unsure late tokens are off by at most 0.08 widths, and early ones by twice as many nats as
+late ones: engines leave 0.02 widths, and a KLD of 0.003 leaves 0.12."""
+PREFIX_LOUD, PREFIX_LOUD_ERRORS, PREFIX_SURE_FACTOR = 0.02, 2.4, 5.0
+"""And where early ones have 0.02 nats as well; five times the late ones make it an error at 3.3."""
 
 SLOT_OFF = 3.0
 """Nats by which the trainer must be below the engine at a slot that holds a wrong id."""
@@ -116,24 +159,42 @@ SLOT_AFTER = 8
 """Tokens after a wrong id that it moves as well."""
 SLOT_MOST = 0.3
 """Most slots, as a share of the tokens: beyond, the row is another row."""
-SLOT_NOISY, SLOT_NOISY_MIN = 0.02, 2
-"""Mean |log_ratio| of the rest, nats, from which one slot may be a wild token, and slots needed then."""
+SLOT_QUIET_OFF, SLOT_QUIET_TRAINER = 2.0, -3.0
+"""The two in a turn without noise, where no token is wild: bf16 leaves 0.25 nats."""
+SLOT_QUIET_MOST = 6
+"""Most such slots, wakes included: where one token in six is off, other weights drew the rest of the turn."""
+SLOT_STANDS_OUT = 10.0
+"""Times the mean |log_ratio| of unsure tokens after it that a slot is off in such a turn: where other weights
+drew the rest, the first token that shows it was off by 8 times as much at most."""
+SLOT_NOISY = 0.02
+"""Noise of a turn, in widths, from which one slot may be a wild token."""
 SLOT_CHANCE = 0.03
 """Most that chance may have in it that another id has the engine's value at a slot."""
+SLOT_LATER_CHANCE = 0.3
+"""The same at later ones, where it is known that ids are wrong."""
 SLOT_FIT, SLOT_WIDTHS = 3e-5, 3.0
 """Nats, and times the noise of the turn, within which another id must have the engine's value."""
-SLOT_BEFORE = 8
-"""Tokens before the first slot by which its noise is known: a wrong id moves what follows it, and no more."""
-AFTERMATH_TOKENS, AFTERMATH_FACTOR, AFTERMATH_WIDTHS = 4, 2.0, 6.0
-"""Tokens after one that is off, and how many times louder than others they are where a wrong id stands.
+SLOT_BEFORE = 6
+"""Unsure tokens before the first slot by which noise is known: a wrong id moves only what follows it."""
+WAKE_POWER = 2.2
+"""Exponent of the tails of noise: at a KLD of 0.028, heavy, 8.3, 23 and 75 times its mean are reached once in
+100, 1,000 and 10,000 tokens."""
+WAKE_PLACE = 4.0
+"""Nats that each slot costs: it is chosen among the tokens of its turn."""
+WAKE_LEAST, WAKE_SURE, WAKE_ERROR = 4.0, 10.0, 18.0
+"""Nats of what follows a slot, and of all slots together, for a warning and for an error in a noisy turn.
 
-Without a wrong id they are as loud as any. A token adds at most so many times the mean of others.
+Of 3,600 clean rows at a KLD of 0.028, heavy, 139 have a slot: the largest are 4.2 after one, 8.3 together.
 """
+WAKE_NOISE = 0.5
+"""Noise, in widths, beyond which nothing follows from single tokens: a KLD of 0.028 leaves 0.16."""
+WAKE_TOKENS = 4
+"""Tokens after one that is off that are its wake: where a wrong id stands, they are off as well."""
 
 CONFIDENT_BELOW = -0.6932
 """Engine logprob, nats, of a token it is sure of: probability one half."""
 CONFIDENT_OFF = 2.0
 """Nats that the trainer must be lower."""
 CONFIDENT_MIN_TOKENS = 4
-CONFIDENT_MIN_SHARE = 0.02
+CONFIDENT_MIN_SHARE = 0.005
 """Such tokens in a turn, from which noise is no excuse; and their share, where there is noise in the rest."""

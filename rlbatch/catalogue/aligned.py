@@ -215,9 +215,9 @@ ENTRIES = (
         level="aligned",
         severity="error",
         symptom="Two passes of the trainer over the same tokens disagree.",
-        check="Trainer logprobs that were passed against those of the logits asked for.",
-        likely="the model is in training mode with dropout, or its passes differ otherwise",
-        fix="call model.eval(), or set every dropout probability to 0, for both passes",
+        check="Trainer logprobs that were passed against those of the logits asked for: every turn differs.",
+        likely="dropout in one of the passes, or rows that are scored otherwise in a batch than alone",
+        fix="call model.eval() for both passes; if they still differ, score one row alone and in its batch",
     ),
     Entry(
         code="confident-disagreement",

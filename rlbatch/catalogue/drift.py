@@ -22,6 +22,17 @@ ENTRIES = (
         fix="bound the age of what is trained; reset the engine's prefix cache at every update",
     ),
     Entry(
+        code="ratio-mean-off",
+        level="drift",
+        severity="warning",
+        symptom="The mean importance ratio is not 1, which it is whatever the trainer's weights.",
+        check="Mean of exp(trainer - inference): 0.01 and five standard errors from 1, over 200 tokens.",
+        likely="sampling was truncated (top-k, top-p, min-p) and nobody stated it; generate of Hugging Face "
+        "has top_k 50 unless it is told otherwise",
+        fix="state the sampling that was in force, and train it with purpose='train-truncated'; pass "
+        "logits_for, which names the parameter",
+    ),
+    Entry(
         code="too-few-to-judge",
         level="drift",
         severity="warning",

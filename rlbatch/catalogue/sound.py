@@ -194,8 +194,7 @@ ENTRIES = (
         severity="warning",
         symptom="A trainer_version is given, and no trained token says which weights drew it.",
         check="policy_version -1 at all trained tokens, where trainer_version is a number.",
-        likely="turns were made without policy_versions: their age is not known, and a high KLD is only a "
-        "warning",
+        likely="turns were made without policy_versions: of no known age, their high KLD is only a warning",
         fix="give each Turn policy_versions=(VersionSpan(label=str(version), start=0, stop=length),), or "
         "trainer_version=None where the trainer's weights are those that sampled",
     ),

@@ -49,6 +49,7 @@ def collate(
         padding: with what, on which side, and to multiples of what.
         allocate: number of bytes -> the uint8 tensor to lay the batch in, pinned or reused as the caller
             likes. What it holds does not matter: every byte of every field is written.
+        step: the optimizer step that the batch is part of; a loader says it, None where nobody does.
 
     Raises:
         SoundnessError: advantage-not-finite, unless for an audit: the one value that is looked at here, since

@@ -14,7 +14,7 @@ from rlbatch.drill.judging import SetUp, findings_of
 from rlbatch.drill.layouts import layout_case
 from rlbatch.drill.pool import Pool
 from rlbatch.drill.scores import Scores
-from rlbatch.drill.shows import require_shows
+from rlbatch.drill.shows import require_fades, require_shows
 from rlbatch.drill.tally import Drilled, told
 from rlbatch.faults import (
     FAULTS,
@@ -47,6 +47,8 @@ ALWAYS_ALL = frozenset(
     (
         *("temperature-mismatch", "divided-by-temperature", "truncation-renormalized", "penalties-applied"),
         *("prefix-differs", "dropout-on", "boundary-leak", "kld-high", "nothing-trained", "stale"),
+        # New weights meet all replies that are under way.
+        "mixed-versions",
     )
 )
 """Codes of faults that lie in how a whole run is set up, or show in many tokens only: all rows are spoilt."""
@@ -118,13 +120,20 @@ def _row_case(
         planted = fault.plant(rows, rng, score=scores, share=share)
     else:
         planted = fault.plant(rows, rng, share=share)
+    if fault.code in ALWAYS_ALL and not fault.together:
+        # A run that has the fault has it in every row: one that offers no place could not have come about.
+        kept = [at for at in range(len(rows)) if is_spoilt(planted[at], rows[at], scores)]
+        rows, planted = [rows[at] for at in kept], [planted[at] for at in kept]
     packed_only = isinstance(fault, ModelFault) and fault.packed_only
     layout: Layout = "packed" if packed_only else LAYOUTS[case // 2 % len(LAYOUTS)]
     truncated = isinstance(fault, ModelFault) and fault.truncated
     set_up = SetUp(purpose="train-truncated" if truncated else "train")
     if CATALOGUE[fault.code].level == "aligned":
         in_pool = fault.code in ALWAYS_ALL
-        require_shows(_scored(rows, scores), _scored(planted, scores), in_pool=in_pool)
+        good, spoilt_rows = _scored(rows, scores), _scored(planted, scores)
+        require_shows(good, spoilt_rows, in_pool=in_pool)
+        if fault.code == "prefix-differs":
+            require_fades(good, spoilt_rows)
     found = findings_of(planted, scores, layout=layout, set_up=set_up)
     spoilt = {at for at in range(len(rows)) if is_spoilt(planted[at], rows[at], scores)}
     said = told(fault.code, found, spoilt)

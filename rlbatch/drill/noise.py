@@ -21,8 +21,8 @@ HEAVY_FREEDOM = 3.5
 """Degrees of freedom of the scale of one position in heavy tails: few positions have most of the noise.
 
 So it is where a router or a kernel decides otherwise for a token: all its logits move together. At a KLD of
-0.028 two tokens in 10,000 are 7 nats off, about as in runs of large models, and one in 100,000 20 nats (188,000
-tokens of the example's rollouts); at 3 degrees four times as many. Light tails reach 3 nats.
+0.028 two tokens in 10,000 are 7 nats off, about as in runs of large models, and one in 100,000 is 20, of
+188,000 tokens of the example's rollouts; at 3 degrees it is four of them. Light tails reach 3 nats.
 """
 MAX_POSITIONS = 2048
 """On which the scale is found: the mean KLD is known to about a tenth then."""

@@ -10,14 +10,22 @@ from numpy.typing import NDArray
 
 from rlbatch.alignment.tournament import INFORMATIVE, RESIDUAL_WIDTHS, widths
 from rlbatch.faults import NoPlaceError, Scored
-from rlbatch.records import Sample
+from rlbatch.records import Sample, sampled_segments
 
 MOVED_BY = 2.0
 """Times the noise by which a fault must move a token for it to speak: noise reaches that once in seven."""
 SHOWS_IN_ROW = 16
-"""Such tokens that one spoilt row must have; of a fault that touches fewer, as a wrong id, all of them."""
+"""Such tokens that one spoilt row must have; where fewer values are touched, as at the end of a turn, all.
+
+Wrong ids spoil what follows them too: with too little of that, one looks like a wild token of the noise.
+"""
 SHOWS_IN_POOL = 64.0
 """Nats that all rows together must say for a fault of a whole run, however little each token says."""
+
+FADES_IN, FADES_TO = 16, 2.0
+"""First tokens of a turn that say what is said of another prompt, each twice as much as a later one."""
+FADES_SHARE = 0.1
+"""Share of them that must be informative: it is many tokens that fade, and few are wild ones."""
 
 
 def require_shows(before: Sequence[Scored], after: Sequence[Scored], *, in_pool: bool) -> None:
@@ -41,10 +49,39 @@ def require_shows(before: Sequence[Scored], after: Sequence[Scored], *, in_pool:
     raise NoPlaceError("plant: expected a fault that moves more than noise does, found one that hides in it")
 
 
+def require_fades(before: Sequence[Scored], after: Sequence[Scored]) -> None:
+    """Refuse a prompt that differs and is not forgotten: that is what other weights look like.
+
+    Args:
+        before: the good rows, scored.
+        after: the same, in order, with other prompts.
+
+    Raises:
+        NoPlaceError: the first tokens of the turns say too little, in too few of them, or not twice as much
+            each as later ones.
+    """
+    noise = noise_of(before)
+    said, is_early, is_informative = [], [], []
+    for old, new in zip(before, after, strict=True):
+        moved = np.minimum(moved_by(old, new, noise), RESIDUAL_WIDTHS)
+        for part in sampled_segments(new.sample.turn[-len(moved) :]):
+            own = moved[part.start : part.stop]
+            said.append(own + np.expm1(-own))
+            is_informative.append(own > MOVED_BY)
+            is_early.append(np.arange(len(own)) < FADES_IN)
+    nats, early = np.concatenate(said), np.concatenate(is_early)
+    informative = np.concatenate(is_informative)[early]
+    later = float(nats[~early].mean()) if not early.all() else 0.0
+    fades = nats[early].mean() >= FADES_TO * later and informative.mean() >= FADES_SHARE
+    if nats[early].sum() < SHOWS_IN_POOL or not fades:
+        raise NoPlaceError("plant: expected a prompt that first tokens depend on, found one that fades not")
+
+
 def _row_shows(before: Scored, after: Scored, noise: float) -> bool:
     informative, touched = informative_tokens(before, after, noise), _touched(before.sample, after.sample)
-    is_small = 0 < touched.sum() < SHOWS_IN_ROW
-    return bool(informative[touched].all() if is_small else informative.sum() >= SHOWS_IN_ROW)
+    if 0 < touched.sum() < SHOWS_IN_ROW:
+        return bool(informative[touched].all())
+    return bool(informative.sum() >= SHOWS_IN_ROW)
 
 
 def noise_of(rows: Sequence[Scored]) -> float:
@@ -100,10 +137,9 @@ def _log_ratio(row: Scored) -> NDArray[np.float64]:
 
 
 def _touched(old: Sample, new: Sample) -> NDArray[np.bool_]:
-    """[N] trained tokens whose id or logprob is another one; the last N of both rows."""
+    """[N] trained tokens whose logprob is another one; the last N of both rows."""
     length = min(len(old), len(new))
-    parts = [(each.token_ids[-length:], each.inference_logprobs[-length:]) for each in (old, new)]
-    (ids, logprobs), (new_ids, new_logprobs) = parts
-    other = (ids != new_ids) | ~((logprobs == new_logprobs) | (np.isnan(logprobs) & np.isnan(new_logprobs)))
+    before, after = (each.inference_logprobs[-length:] for each in (old, new))
+    other = ~((before == after) | (np.isnan(before) & np.isnan(after)))
     touched: NDArray[np.bool_] = other & new.loss_mask[-length:]
     return touched

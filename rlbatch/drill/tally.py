@@ -9,7 +9,7 @@ from rlbatch.errors import Finding
 from rlbatch.faults import Scored
 from rlbatch.records import Sample
 
-NAMELESS = ("unexplained", "kld-high", "ratio-tail")
+NAMELESS = ("unexplained", "kld-high", "ratio-mean-off", "ratio-tail")
 """Codes that say something is wrong and not what: no name, right or wrong."""
 UNEXPLAINED = "unexplained"
 MISSED = "(nothing)"

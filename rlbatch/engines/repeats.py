@@ -64,6 +64,7 @@ def _distances(names: NDArray[np.int64], width: int) -> list[int]:
 
     Args:
         names: of the window of so many marks at each place, the same for windows that are alike.
+        width: marks of a window.
     """
     order = np.argsort(names, kind="stable")
     alike = names[order[1:]] == names[order[:-1]]

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from rlbatch.faults.layout import LAYOUT, LayoutFault
 from rlbatch.faults.modelled import MODELLED
 from rlbatch.faults.planting import Fault, ModelFault, NoPlaceError, Score, Scored
+from rlbatch.faults.prefixes import PREFIXES
 from rlbatch.faults.routing import ROUTING
 from rlbatch.faults.sets import SETS, TRAINER_VERSION, SetFault
 from rlbatch.faults.shifts import SHIFTS, shift
@@ -39,7 +40,7 @@ __all__ = [
 ]
 
 FAULTS: Mapping[str, Fault] = MappingProxyType(
-    {fault.code: fault for fault in (*SHIFTS, *VALUES, *SUBTLE, *SOUND, *STOPS)}
+    {fault.code: fault for fault in (*SHIFTS, *VALUES, *SUBTLE, *PREFIXES, *SOUND, *STOPS)}
 )
 """Every fault that samples can carry, by its code."""
 

@@ -55,8 +55,10 @@ def _log_softmax(logits: _Values) -> _Values:
 def _moved(scored: Scored, at: NDArray[np.intp], by: _Values) -> Sample:
     """The sample with the engine's values moved, so that its own noise stays in them."""
     logprobs = scored.sample.inference_logprobs.copy()
-    logprobs[at] += by.astype(np.float32)
-    return replace(scored.sample, inference_logprobs=np.minimum(logprobs, 0))
+    own = logprobs[at].astype(np.float64)
+    # A logprob stays below 0: what would pass it comes as near as it was to be moved.
+    logprobs[at] = np.where(own + by < 0, own + by, own * np.exp(-np.abs(by)))
+    return replace(scored.sample, inference_logprobs=logprobs)
 
 
 def _with_trainer(scored: Scored, at: NDArray[np.intp], values: _Values) -> Scored:
@@ -131,9 +133,11 @@ def _truncation_renormalized(scored: Scored, rng: np.random.Generator) -> Scored
     if np.count_nonzero(kept & (by > 0.01)) < 4 or not kept[ends].all():
         return scored
     moved = _moved(scored, at, np.where(kept, by, 0.0))
-    mask = moved.loss_mask.copy()
+    values, mask = moved.inference_logprobs.copy(), moved.loss_mask.copy()
+    # The only token that was kept has all the mass.
+    values[at[kept & (last == 0)]] = 0.0
     mask[at[~kept]] = False
-    return replace(scored, sample=replace(moved, loss_mask=mask))
+    return replace(scored, sample=replace(moved, inference_logprobs=values, loss_mask=mask))
 
 
 def _outside_kept_set(scored: Scored, rng: np.random.Generator) -> Scored:

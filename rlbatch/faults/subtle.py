@@ -5,14 +5,17 @@ from dataclasses import replace
 import numpy as np
 
 from rlbatch.faults.planting import Fault, long_segments, with_logprobs, with_provenances
-from rlbatch.records import TOKEN_FIELDS, Provenance, Sample
+from rlbatch.records import Provenance, Sample
 
 BLOCK = 16
 """Tokens of one block of an engine's prefix cache (vLLM's default)."""
 
 
-MIN_DISAGREEMENTS = 4
-"""Tokens of a turn: fewer are noise in the tails."""
+MIN_DISAGREEMENTS, DISAGREES_BELOW = 4, -3.5
+"""Tokens of a turn, of which fewer are noise in the tails, and their logprob before, nats.
+
+What is said of them is 2.9 nats or more above that: noise at a KLD of 0.028 leaves the two apart that count.
+"""
 
 
 def temperature_apart(rng: np.random.Generator) -> float:
@@ -36,19 +39,6 @@ def _temperature_mismatch(sample: Sample, rng: np.random.Generator) -> Sample:
         return sample
     stated = max(item.divisor for item in sample.provenances)
     return restated(sample, round(stated * temperature_apart(rng), 3))
-
-
-def _prefix_differs(sample: Sample, rng: np.random.Generator) -> Sample:
-    # The trainer's sequence lacks the first token that the engine had.
-    if sample.turn[0] >= 0 or sample.turn[1] >= 0 or not long_segments(sample, min_length=BLOCK):
-        return sample
-    columns = {
-        spec.name: getattr(sample, spec.name)[1:]
-        for spec in TOKEN_FIELDS
-        if getattr(sample, spec.name) is not None
-    }
-    routed = None if sample.routed_experts is None else sample.routed_experts[1:]
-    return replace(sample, **columns, routed_experts=routed)
 
 
 def _prefix_cache_rubbish(sample: Sample, rng: np.random.Generator) -> Sample:
@@ -104,7 +94,7 @@ def drifted(sample: Sample, where: slice, scale: float, rng: np.random.Generator
 def _confident_disagreement(sample: Sample, rng: np.random.Generator) -> Sample:
     # The engine says one half or more of tokens of a turn that the trainer holds to be unlikely.
     unlikely = [
-        part.start + np.flatnonzero(sample.inference_logprobs[part.start : part.stop] < -2.8)
+        part.start + np.flatnonzero(sample.inference_logprobs[part.start : part.stop] < DISAGREES_BELOW)
         for part in long_segments(sample, min_length=MIN_DISAGREEMENTS)
     ]
     able = [at[sample.loss_mask[at]] for at in unlikely]
@@ -139,12 +129,6 @@ SUBTLE = (
         story="The trainer divides by the temperature of the configuration, the engine by another.",
         corrupt=_temperature_mismatch,
         alike=True,
-        rescored=True,
-    ),
-    Fault(
-        code="prefix-differs",
-        story="The engine put a BOS in front of the prompt, the trainer's tokenizer did not.",
-        corrupt=_prefix_differs,
         rescored=True,
     ),
     Fault(

@@ -199,6 +199,7 @@ class RolloutLoader(IterableDataset[Batch]):
             "step_samples": steps.step_samples,
             "seed": steps.seed,
             "keep_groups": steps.keep_groups,
+            "keeps_trajectories": self._store.keeps_trajectories,
             "cost": asdict(steps.cost),
             "purpose": checks.purpose,
             "vocab_size": checks.vocab_size,

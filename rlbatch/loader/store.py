@@ -24,6 +24,10 @@ class Store:
         path: a shard, or a directory of shards.
         steps: how they are cut into steps; whether the store is followed.
 
+    Attributes:
+        keeps_trajectories: some trajectory became several samples, and they come in one step; False of a
+            store that is followed, where nobody knows what is still to come.
+
     Raises:
         StorageError: a store that should be complete cannot be read.
     """
@@ -37,10 +41,12 @@ class Store:
         self._first_of: dict[str, int] = {}
         # Sample -> the earlier one of the same id.
         self._repeats: dict[int, int] = {}
+        self.keeps_trajectories = False
         if steps.follow_timeout_s is not None:
             self._follower = ShardFollower(path, timeout_s=steps.follow_timeout_s)
         else:
             self._take(open_reader(path))
+            self.keeps_trajectories = bool((self.reader.num_siblings > 1).any())
             self._order = Order(len(self.reader), steps, wholes=_wholes(self.reader, steps))
 
     @property

@@ -5,6 +5,7 @@ on the module, and gather its weight just before its forward runs. Knows nothing
 are what the head gives; `rlbatch.scoring.proof` does.
 """
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -43,21 +44,31 @@ def output_head(model: nn.Module) -> nn.Linear:
         )
     if head.weight.dtype not in _WEIGHT_DTYPES:
         raise _unusable(f"a float weight of at least 16 bits in the head of {name}", str(head.weight.dtype))
-    if "forward" in vars(head):
+    if head in _IN_USE:
         raise _unusable(
-            f"the head of {name} with its own forward",
-            "one that is overridden on the instance: an offload hook, or logprob_head entered twice",
+            f"the head of {name} free",
+            "one that gives logprobs already, in another thread or an outer logprob_head",
+            likely="two threads score one model at once, or logprob_head was entered twice",
+            fix="score one model from one thread at a time, and leave logprob_head before the next batch",
         )
+    if "forward" in vars(head):
+        raise _unusable(f"the head of {name} with its own forward", "one that is overridden on the instance")
     return head
+
+
+_IN_USE: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+"""Heads that are overridden now."""
 
 
 @contextmanager
 def overridden(head: nn.Linear, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
     """Within, the head computes `forward`; module, hooks and parameters stay as they are."""
     head.forward = forward  # type: ignore[assignment]
+    _IN_USE.add(head)
     try:
         yield
     finally:
+        _IN_USE.discard(head)
         del head.forward
 
 

@@ -22,7 +22,7 @@ from rlbatch.records import Sample
 from rlbatch.scoring.inputs import model_inputs
 from rlbatch.scoring.model import input_weight, model_vocab_size
 from rlbatch.scoring.probe import computing_dtypes, joined, probe_batch, probe_sample, quiet, repeated_sample
-from rlbatch.scoring.wrappers import model_name, unwrapped
+from rlbatch.scoring.wrappers import call_hooks, model_name, unwrapped
 from rlbatch_kernels import token_logprobs
 
 _LENGTHS = (11, 7, 9)
@@ -76,12 +76,13 @@ class _Measured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Form:
-    """What decides which kernels a model attends with."""
+    """What decides which kernels a model attends with, and what else its call runs."""
 
     layout: Layout
     attention: str
     dtype: torch.dtype
     device: str
+    hooks: tuple[object, ...]
 
 
 _KNOWN: "weakref.WeakKeyDictionary[nn.Module, dict[_Form, Finding | None]]" = weakref.WeakKeyDictionary()
@@ -140,6 +141,7 @@ def _leak(model: nn.Module, layout: Layout) -> Finding | None:
         attention=str(config.get_text_config()._attn_implementation),
         dtype=weight.dtype,
         device=weight.device.type,
+        hooks=call_hooks(model),
     )
     known = _KNOWN.setdefault(model, {})
     if form not in known:

@@ -53,13 +53,14 @@ def logprob_head(model: nn.Module, batch: Batch) -> Iterator[None]:
 
 
 def trainer_logprobs(model: nn.Module, batch: Batch) -> Tensor:
-    """Logprobs of the batch's targets under the model's weights.
+    """Logprobs of the batch's targets under the model's weights. Not for two threads at once.
 
     Args:
         model: as for `logprob_head`.
         batch: padded or packed, on the model's device. The first of each layout proves that the model keeps
             packed sequences apart, or padding out, in which all ranks of a sharded or
-            DistributedDataParallel model take part.
+            DistributedDataParallel model take part; so does the first after hooks on the model or its head,
+            or its own forward, have changed.
 
     Returns:
         [B, T] float32 nats at `batch.temperature`; 0 where `loss_mask` is False; with gradient where grad is

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from safetensors import SafetensorError
@@ -17,17 +17,12 @@ from rlbatch.catalogue import finding
 from rlbatch.errors import ScoringError, StorageError, Where
 from rlbatch.scoring.wrappers import model_name, unwrapped
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
 Getter: TypeAlias = Literal["get_input_embeddings", "get_output_embeddings"]
 
 _FIX = "give a directory that save_pretrained wrote: config.json and safetensors weights"
 
 
-def load_model(
-    path: str | os.PathLike[str], *, device: torch.device | str, dtype: torch.dtype
-) -> "PreTrainedModel":
+def load_model(path: str | os.PathLike[str], *, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
     """The causal language model of a directory, in eval mode.
 
     Args:
@@ -54,7 +49,7 @@ def load_model(
     if missing:
         # transformers has drawn them at random.
         raise _unusable(directory, "every weight of the model", f"no {missing[0]} ({len(missing)} missing)")
-    loaded: PreTrainedModel = model.to(device).eval()
+    loaded: nn.Module = model.to(device).eval()
     return loaded
 
 

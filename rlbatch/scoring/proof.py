@@ -8,6 +8,7 @@ logits. All ranks of a sharded model take part.
 
 import weakref
 from collections.abc import Callable
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from rlbatch.scoring.inputs import model_inputs
 from rlbatch.scoring.model import model_vocab_size
 from rlbatch.scoring.probe import computing_dtypes, probe_batch, probe_sample, quiet
 from rlbatch.scoring.transforms import LogitTransform, logit_transform, switched_off
-from rlbatch.scoring.wrappers import model_name
+from rlbatch.scoring.wrappers import call_hooks, model_name
 from rlbatch_kernels import token_logprobs
 
 _ROW = 8
@@ -32,18 +33,26 @@ _ROUNDINGS = 4
 _MATMUL_PRECISION = 2.0**-12
 """Relative error allowed between two ways to compute the head in float32, TF32 included."""
 
-_PROVEN: "weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[nn.Module]]" = weakref.WeakKeyDictionary()
-"""Model as it is called -> the heads it was proven with: PEFT turns from one to another and back."""
+_Proven: TypeAlias = "weakref.WeakKeyDictionary[nn.Module, set[tuple[object, ...]]]"
+
+_PROVEN: "weakref.WeakKeyDictionary[nn.Module, _Proven]" = weakref.WeakKeyDictionary()
+"""Model as it is called -> the heads it was proven with, since PEFT turns from one to another and back ->
+what was hooked onto the call then."""
 
 
 def require_known_head(model: nn.Module) -> None:
     """Pass a model whose logits are known to be what `logprob_head` takes them for; proven once.
 
+    Once for each set of hooks on the model and its head, and of forwards patched onto them, which must be the
+    same on all ranks of a sharded model.
+
     Raises:
         ScoringError: the head cannot be overridden, or the model does something else to its logits.
     """
     head = output_head(model)
-    if head in _PROVEN.get(model, ()):
+    proven = _PROVEN.setdefault(model, weakref.WeakKeyDictionary()).setdefault(head, set())
+    hooks = call_hooks(model, head)
+    if hooks in proven:
         return
     transform = logit_transform(model)
     batch = probe_batch(
@@ -57,7 +66,7 @@ def require_known_head(model: nn.Module) -> None:
         _check_transform(model, head, batch, transform)
         _check_untouched(model, head, batch)
         _check_logprobs(model, head, batch, transform, logits, precision)
-    _PROVEN.setdefault(model, weakref.WeakSet()).add(head)
+    proven.add(hooks)
 
 
 def _check_transform(model: nn.Module, head: nn.Linear, batch: Batch, transform: LogitTransform) -> None:

@@ -6,6 +6,8 @@ Head, embedding and numbers are those of the module inside. Knows nothing of whe
 ends in; `rlbatch.scoring.proof` does.
 """
 
+import weakref
+from collections.abc import Iterator
 from typing import Any
 
 from torch import distributed as dist
@@ -24,8 +26,8 @@ def unwrapped(module: nn.Module) -> nn.Module:
     PEFT's copies of a module (`modules_to_save`) count as wrappers: the one in use now is inside. Its
     adapters do not, for they compute something of their own.
     """
-    inner = _inside(module)
-    return module if inner is None else unwrapped(inner)
+    *_, innermost = _nested(module)
+    return innermost
 
 
 def called_alone(model: nn.Module) -> nn.Module:
@@ -38,6 +40,29 @@ def called_alone(model: nn.Module) -> nn.Module:
         return called_alone(model.module)
     compiled = dict(model.named_children()).get("_orig_mod")
     return model if compiled is None else called_alone(compiled)
+
+
+def call_hooks(*modules: nn.Module) -> tuple[object, ...]:
+    """What is hooked onto modules and what they wrap, or put in place of their forwards.
+
+    Equal before and after as long as nobody adds, removes or patches anything; holds nothing alive.
+    """
+    found: list[object] = []
+    for module in (inner for outer in modules for inner in _nested(outer)):
+        own = vars(module).get("forward")
+        # A bound method is made anew each time it is looked up; its function is not.
+        patch = None if own is None else weakref.ref(getattr(own, "__func__", own))
+        # Numbers of hooks are never used twice.
+        found.append((*module._forward_pre_hooks, *module._forward_hooks, patch))
+    return tuple(found)
+
+
+def _nested(module: nn.Module) -> Iterator[nn.Module]:
+    """The module and those inside it, down to what its wrappers call in the end."""
+    yield module
+    inner = _inside(module)
+    if inner is not None:
+        yield from _nested(inner)
 
 
 def how_spread(model: nn.Module) -> str | None:

@@ -10,7 +10,6 @@ ROLLOUTS is what `tests/vllm/sample_rollouts.py` wrote: a directory each for `fl
 import argparse
 import json
 import sys
-import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -19,11 +18,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from bootstrap import Step, bootstrapped
 from truths import is_right
 
 from rlbatch.alignment import Judge, measure
 from rlbatch.catalogue import CATALOGUE
-from rlbatch.collate import collate
 from rlbatch.drill import (
     DrillOptions,
     Noise,
@@ -35,7 +34,6 @@ from rlbatch.drill import (
     one_case,
     the_faults,
 )
-from rlbatch.drill.judging import trainer_logprobs_of
 from rlbatch.faults import Scored
 from rlbatch.records import Sample
 from rlbatch.scoring import load_model, model_vocab_size
@@ -46,8 +44,6 @@ POOL_SAMPLES = 1536
 STEP_ROWS = 128
 """Clean rows that are judged together, as one step of a trainer."""
 TOLD_ROWS = 100 * STEP_ROWS
-BLOCK_TOKENS = 16
-"""Neighbouring tokens that a bootstrapped row keeps together: noise of neighbours is not independent."""
 SOUND_LEVEL = "fp32"
 """Faults that samples alone show know nothing of noise: they are planted at this level only."""
 
@@ -110,7 +106,7 @@ def stages(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
         part["clean"] = clean(rows)
         told(f"clean {part['clean']}")
         yield part
-        for counts in clean_in_steps(bootstrapped(rows, arguments.bootstrap)):
+        for counts in clean_in_steps(bootstrapped(rows, num_rows=arguments.bootstrap, step_rows=STEP_ROWS)):
             yield part | {"bootstrap": counts}
 
 
@@ -176,69 +172,20 @@ class _Nobody:
 _nobody = _Nobody()
 
 
-def bootstrapped(rows: Sequence[Scored], count: int) -> Iterator[list[Scored]]:
-    """Steps of rows with the shape of real ones, whose tokens come in blocks from all rows of their engine.
-
-    A block brings the engine's and the trainer's logprobs of neighbouring sampled tokens.
-    """
-    rng = np.random.default_rng(zlib.crc32(b"bootstrap"))
-    for engine, own in sorted(by_engine(rows).items()):
-        told(f"{engine}: {len(own)} rows")
-        pairs = [sampled_pairs(row) for row in own]
-        flat = np.concatenate(pairs)
-        # Where blocks may begin: not across the end of a row.
-        starts = np.concatenate(
-            [
-                np.arange(max(1, len(pair) - BLOCK_TOKENS + 1)) + before
-                for pair, before in zip(pairs, np.cumsum([0, *map(len, pairs)]), strict=False)
-            ]
-        )
-        share = round(count * len(own) / len(rows))
-        for start in range(0, share, STEP_ROWS):
-            chosen = rng.integers(len(own), size=min(STEP_ROWS, share - start))
-            yield [with_blocks(own[index], flat, starts, rng) for index in chosen]
-
-
-def by_engine(rows: Sequence[Scored]) -> dict[str, list[Scored]]:
-    """Rows by the dtype of the engine that sampled them."""
-    groups: dict[str, list[Scored]] = {}
-    for row in rows:
-        groups.setdefault(str(row.sample.provenances[0].dtype), []).append(row)
-    return groups
-
-
-def sampled_pairs(row: Scored) -> np.ndarray:
-    """[N, 2] the engine's and the trainer's logprobs of sampled tokens."""
-    sampled = row.sample.turn >= 0
-    return np.stack([row.sample.inference_logprobs[sampled], row.trainer_logprobs[sampled]], axis=1)
-
-
-def with_blocks(row: Scored, flat: np.ndarray, starts: np.ndarray, rng: np.random.Generator) -> Scored:
-    """A row of the same shape with other values."""
-    sampled = np.flatnonzero(row.sample.turn >= 0)
-    blocks = rng.choice(starts, -(-len(sampled) // BLOCK_TOKENS))
-    index = (blocks[:, None] + np.arange(BLOCK_TOKENS)).reshape(-1)[: len(sampled)]
-    values = flat[np.minimum(index, len(flat) - 1)]
-    inference, trainer = row.sample.inference_logprobs.copy(), row.trainer_logprobs.copy()
-    inference[sampled], trainer[sampled] = values[:, 0], values[:, 1]
-    return replace(row, sample=replace(row.sample, inference_logprobs=inference), trainer_logprobs=trainer)
-
-
-def clean_in_steps(steps: Iterator[list[Scored]]) -> Iterator[dict[str, Any]]:
+def clean_in_steps(steps: Iterator[Step]) -> Iterator[dict[str, Any]]:
     """What the trainer's side says of clean steps; now and then, so far, and in the end."""
     counts: Counter[str] = Counter()
     places: Counter[str] = Counter()
     num_rows = 0
-    for rows in steps:
-        batch = collate([row.sample for row in rows], layout="packed")
+    for batch, trainer in steps:
         judge = Judge(trainer_version=None)
-        judge.add(measure(batch, trainer_logprobs_of(batch, rows)))
+        judge.add(measure(batch, trainer))
         for found in judge.verdict().findings:
             counts[found.severity] += 1
             places[found.code] += 1
-        num_rows += len(rows)
+        num_rows += len(batch.refs)
         if num_rows % TOLD_ROWS == 0:
-            told(f"{num_rows} rows {dict(counts)}")
+            told(f"{num_rows} rows {dict(counts)} {dict(places)}")
             yield {"rows": num_rows, **counts, "codes": dict(places)}
     yield {"rows": num_rows, **counts, "codes": dict(places)}
 

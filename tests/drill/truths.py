@@ -18,6 +18,8 @@ WITHIN = 0.05
 """Relative error of a parameter that still counts as told."""
 WRONG_ID_REACHES = 8
 """Tokens after a wrong id that it moves so far that they may be wrong or not."""
+LOWER_THAN_ANY_MASS = -0.7
+"""Logprob, nats, of a token that no kept set of half the mass or more lifts up to 0."""
 LAG = re.compile(r" at lag ([+-]\d+)")
 OWNER = re.compile(r"to those of sample (\d+),")
 TEMPERATURE = re.compile(r"temperature ([\d.e+-]+), where ([\d.e+-]+) is stated")
@@ -113,7 +115,8 @@ def _kept(case: Drilled, found: Finding) -> bool:
         last = np.abs(mass - np.exp(-moved)[:, None]).argmin(-1)
         places = np.arange(len(at))
         # Where nearly all mass is in one token, its rounding hides how many were kept.
-        clear = moved > 1e-4
+        # And what would have passed 0 was moved by less.
+        clear = (moved > 1e-4) & (old.inference_logprobs[at] < LOWER_THAN_ANY_MASS)
         sizes += (last[clear] + 1).tolist()
         high = min(high, *mass[places, last][clear].tolist())
         low = max(low, *(mass[places, last - 1] * (last > 0))[clear].tolist())

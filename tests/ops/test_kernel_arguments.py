@@ -158,7 +158,7 @@ DTYPES = [
     (call_stats, "segments", torch.zeros(1, 4), "found torch.float32, expected one of int32, int64"),
 ]
 
-BAD_NUMBERS = [0.0, -1.0, float("nan"), float("inf"), -float("inf"), 1e-50, 1e50, 0]
+BAD_NUMBERS = [0.0, -1.0, float("nan"), float("inf"), -float("inf"), 1e-50, 1e-39, 1e50, 0]
 
 SCALES = [
     (call, name, value, f"found {value!r}, expected a finite number above 0")
@@ -186,7 +186,7 @@ def test_a_bad_argument_is_refused_by_name(
     assert text in str(raised.value)
 
 
-@pytest.mark.parametrize("value", [0.0, -0.5, float("nan"), float("inf"), 1e-50])
+@pytest.mark.parametrize("value", [0.0, -0.5, float("nan"), float("inf"), 1e-50, 1e-39])
 def test_a_bad_temperature_is_named_with_its_position_where_trained_only(value: float) -> None:
     temperature = torch.ones(2, 3, dtype=torch.float64)
     temperature[1, 2] = value
@@ -213,6 +213,45 @@ def test_a_fake_tensor_is_refused() -> None:
         weight = torch.zeros(5, 4)
     with pytest.raises(DtypeError, match="weight: found a fake tensor"):
         call_linear(weight=weight)
+
+
+@pytest.mark.usefixtures("backend")
+def test_the_least_temperature_gives_the_logprob_of_a_certain_token() -> None:
+    logits = torch.tensor([[[0.0, 1.0, -1.0, 0.5, 0.25]]])
+    least = 1.2e-38
+    found = token_logprobs(
+        logits, torch.tensor([[1]]), temperature=least, mask=torch.ones(1, 1, dtype=torch.bool)
+    )
+    assert found.item() == 0
+
+
+@pytest.mark.parametrize("transform", ["vmap", "grad"])
+def test_tensors_of_function_transforms_are_refused(transform: str) -> None:
+    def call(logits: Tensor) -> Tensor:
+        return call_token(logits=logits).sum()
+
+    transformed = torch.vmap(call) if transform == "vmap" else torch.func.grad(call)
+    shape = (4, 2, 3, 5) if transform == "vmap" else (2, 3, 5)
+    with pytest.raises(DtypeError, match=r"logits: found a tensor of torch\.func or torch\.vmap"):
+        transformed(torch.zeros(shape))
+
+
+COMPILED: list[Callable[[Tensor], Tensor]] = [
+    lambda x: call_token(logits=x).sum(),
+    lambda x: call_linear(hidden=x[..., :4]).sum(),
+    lambda x: call_ratio(trainer_logprobs=x[..., 0]).ratio.sum(),
+    lambda x: call_stats(trainer_logprobs=x[..., 0]).sum(),
+]
+
+
+@pytest.mark.parametrize("call", COMPILED, ids=["token", "linear", "ratio", "stats"])
+def test_a_compiled_caller_gets_the_same_and_no_warning(call: Callable[[Tensor], Tensor]) -> None:
+    # Warnings are errors in this project's tests.
+    torch._dynamo.reset()
+    logits = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(0))
+    compiled = torch.compile(call, backend="eager")
+    for _ in range(2):
+        assert torch.equal(compiled(logits), call(logits))
 
 
 @pytest.fixture

@@ -1,6 +1,8 @@
 """`linear_logprobs` against float64 written here: values, gradients, tiles, what it multiplies and holds."""
 
 import math
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import peak_memory
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlbatch_kernels import TokenRangeError, head, linear_logprobs, token_logprobs
+from rlbatch_kernels import TokenRangeError, gemm, head, linear_logprobs, token_logprobs
 
 pytestmark = pytest.mark.usefixtures("backend")
 
@@ -446,3 +448,56 @@ both_ways(torch.float32, 8)
     # Arguments, gradients and tiles: 20 to 50 MiB were seen. The rest is room for a system that takes pages
     # back while this runs.
     assert peak_memory.peak_mib(setup, case, backend) < 150
+
+
+# -- float32 whatever torch is allowed -----------------------------------------------------------------------
+
+
+@pytest.fixture(params=["high", "medium", "mkldnn"])
+def allowed(request: pytest.FixtureRequest) -> Iterator[str]:
+    """What the process lets float32 products be rounded to, as its switches say."""
+    switch = torch.backends.mkldnn.matmul
+    if request.param == "mkldnn":
+        switch.fp32_precision = "bf16"
+    else:
+        torch.set_float32_matmul_precision(request.param)
+    yield switch.fp32_precision
+    torch.set_float32_matmul_precision("highest")
+    switch.fp32_precision = "none"
+    torch.backends.cuda.matmul.fp32_precision = "none"
+
+
+def _error_of_float32() -> float:
+    """Largest of the logprobs and, relative, of the gradient of the weight, against float64."""
+    hidden, weight, _, ids = problem(64, 3000, 256)
+    mask = torch.ones(64, dtype=torch.bool)
+    exact = weight.double().requires_grad_()
+    truth = chosen(logits_of(hidden.double(), exact, None), ids, 1.0)
+    truth.sum().backward()
+    leaf = weight.requires_grad_()
+    found = linear_logprobs(hidden, leaf, ids, temperature=1.0, mask=mask)
+    found.sum().backward()
+    assert leaf.grad is not None
+    assert exact.grad is not None
+    worst = float((found.double() - truth).detach().abs().max())
+    return max(worst, float((leaf.grad - exact.grad).abs().max() / exact.grad.abs().max()))
+
+
+def test_float32_is_exact_whatever_precision_is_allowed(allowed: str) -> None:
+    # Rounded to bfloat16 it is 0.03 off where the processor has such products.
+    assert _error_of_float32() < 2e-5
+    assert torch.backends.mkldnn.matmul.fp32_precision == allowed
+
+
+def test_float32_is_exact_in_every_thread_and_the_switch_is_back_after(allowed: str) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        errors = list(pool.map(lambda _: _error_of_float32(), range(12)))
+    assert max(errors) < 2e-5
+    assert torch.backends.mkldnn.matmul.fp32_precision == allowed
+
+
+def test_the_switch_is_back_after_an_error(allowed: str) -> None:
+    within = gemm.exact_products(torch.ones(1))
+    with pytest.raises(KeyError), within:
+        raise KeyError
+    assert torch.backends.mkldnn.matmul.fp32_precision == allowed

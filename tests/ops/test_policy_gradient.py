@@ -70,6 +70,20 @@ def test_worked_example_of_the_docstring(device: torch.device) -> None:
     assert found.gradient.tolist() == [[0.0, 1.0]]
 
 
+def test_a_ratio_that_lies_on_a_bound_is_not_beyond_it(device: torch.device) -> None:
+    # On policy the ratio is exactly 1; bounds of 1 on both sides leave such tokens the whole gradient, -A.
+    logprobs = torch.tensor([[-1.0, -2.0]], device=device)
+    found = alignment_stats_and_policy_gradient(
+        logprobs,
+        logprobs.clone(),
+        torch.ones(1, 2, dtype=torch.bool, device=device),
+        torch.tensor([[0, 0, 2, 0]]),
+        torch.tensor([[1.0, -1.0]], device=device),
+        loss=PolicyLoss(kind="clip", low=1.0, high=1.0),
+    )
+    assert found.gradient.tolist() == [[-1.0, 1.0]]
+
+
 @pytest.mark.parametrize("loss", LOSSES)
 def test_equals_autograd_of_the_eager_loss(loss: PolicyLoss, device: torch.device) -> None:
     batch = a_batch()

@@ -56,6 +56,14 @@ def run(logits: Tensor, ids: Tensor, **options: bool):
     )
 
 
+def test_triton_entropy_stays_a_number_after_the_largest_jump_there_is(device: torch.device) -> None:
+    logits = normal(1, 9000)
+    logits[0, 8999] = 3e38
+    found = run(logits.to(device), torch.tensor([8999]))
+    assert found.logprobs.item() == 0
+    assert found.entropy.item() == 0
+
+
 # 1: one lane; 15 to 17: unaligned and aligned rows; 4095 to 4097: round a block; 8208: two whole blocks and
 # an aligned tail; 12301: two and an unaligned one.
 @pytest.mark.parametrize("vocab_size", [1, 15, 16, 17, 4095, 4096, 4097, 8208, 12301])

@@ -346,7 +346,6 @@ static INLINE void NAME(clean_counts)(const float *trainer, const float *inferen
 static INLINE int NAME(clean_block)(const struct tokens *of, int64_t start, int64_t stop, int64_t first, int n,
                                     const struct limits *at, struct NAME(sums) *sums) {
     const float *trainer = of->trainer + first, *inference = of->inference + first;
-    __builtin_prefetch(of->mask + first + PREFETCH);
     if (!NAME(all_trained)(of->mask + first, n)) return 0;
     for (int k = 1; k <= MAX_LAG; k++)
         if (!of->mask[first - k] || !isfinite(trainer[-k]) || !of->mask[first + n + k - 1] ||

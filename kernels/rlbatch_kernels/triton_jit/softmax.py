@@ -71,7 +71,9 @@ def _add_block(x, maximum, total, weighted, above, target, scale, FULL: tl.const
     power = (x - origin) * scale
     e = tl.exp2(power)
     if FULL:
-        weighted = factor * (weighted + shift * total) + e * tl.maximum(power, LEAST_POWER)
+        weighted = factor * (weighted + tl.maximum(shift, LEAST_POWER) * total) + e * tl.maximum(
+            power, LEAST_POWER
+        )
         above += (x > target).to(tl.int32)
     total = factor * total + e
     return largest, total, weighted, above

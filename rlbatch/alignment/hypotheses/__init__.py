@@ -18,7 +18,7 @@ from rlbatch.alignment.hypotheses.distributions import (
 from rlbatch.alignment.hypotheses.passes import trainer_fault, untold_pass
 from rlbatch.alignment.hypotheses.places import rows_permuted, shifted, shifted_from
 from rlbatch.alignment.hypotheses.remainder import doubtful, unexplained, unlike_its_peers
-from rlbatch.alignment.hypotheses.spans import span_cause
+from rlbatch.alignment.hypotheses.spans import last_tokens_wrong, span_cause
 from rlbatch.alignment.hypotheses.tokens import confident_disagreement, wrong_ids
 from rlbatch.alignment.hypotheses.values import (
     impossible_value,
@@ -27,6 +27,7 @@ from rlbatch.alignment.hypotheses.values import (
     trainer_positive,
     zero_filled,
 )
+from rlbatch.alignment.hypotheses.versions import versions_mixed
 from rlbatch.alignment.limits import OUTLIER_FACTOR, OUTLIER_LEAST, OUTLIER_MOST, SUSPECT_MEAN
 from rlbatch.alignment.subtle_limits import FAMILY_SINGLE_SHARE, LOOK_TOKENS
 from rlbatch.errors import Finding
@@ -117,11 +118,13 @@ Shifts and other rows move true zeros onto other tokens, so they are asked about
 """
 
 SINGLE: tuple[Hypothesis, ...] = (
+    wrong_ids,
     another_distribution,
     zero_filled,
-    wrong_ids,
     trainer_positive,
+    versions_mixed,
     confident_disagreement,
+    last_tokens_wrong,
     span_cause,
     unexplained,
     doubtful,

@@ -3,13 +3,16 @@
 The exhibit may be a stretch of one segment, or of many of one provenance joined together.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rlbatch.alignment.exhibits import Exhibit
 from rlbatch.alignment.families import FAMILIES, Family
-from rlbatch.alignment.limits import LAG_ACCEPTED_SHARE
+from rlbatch.alignment.limits import LAG_ACCEPTED_SHARE, ZERO_TRAINER_BELOW
+from rlbatch.alignment.noisy import Noise, NoisyFit, between, noisy_fit
 from rlbatch.alignment.subtle_limits import (
     DIVISOR_COST,
     DIVISOR_NEAR_ONE,
@@ -25,11 +28,20 @@ from rlbatch.alignment.subtle_limits import (
     FAMILY_SLOPE,
     FAMILY_SLOPE_ERRORS,
     FAMILY_SLOPE_MOST,
+    NOISY_LEFT,
+    NOISY_MIN_GAIN,
+    NOISY_MOST_VARIANCE,
+    NOISY_SLOPE,
+    NOISY_TOKENS,
+    NOISY_ZEROS_LEFT,
+    UNSURE_BELOW,
 )
 from rlbatch.alignment.tournament import Fit, fit
 from rlbatch.catalogue import finding
 from rlbatch.errors import Finding, Where
 from rlbatch_kernels import RESIDUAL_CLIP
+
+Values = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,18 +66,75 @@ def other_distribution(exhibit: Exhibit, *, most_left: float, current: bool) -> 
         for family, predicted in zip(FAMILIES, exhibit.predictions, strict=True)
         if predicted is not None
     ]
+    if current and exhibit.collision is not None and _is_noisy(exhibit, fits):
+        return _beneath_noise(exhibit, exhibit.collision)
+    stated = exhibit.divisor
     best = fits[0]
     for other in fits[1:]:
-        if _worth(other) > _worth(best) + FAMILY_SIMPLER:
+        if _worth(other, stated) > _worth(best, stated) + FAMILY_SIMPLER:
             best = other
     if not _holds(best, exhibit, most_left, current=current) or not _exact_holds(best):
         return None
-    rivals = [_worth(each) for each in fits if each.family.code != best.family.code]
+    rivals = [_worth(each, stated) for each in fits if each.family.code != best.family.code]
     rivals.append(_gain_of_zeros(exhibit))
     margin = FAMILY_MIN_MARGIN
     if not _is_exact(best):
         margin = max(margin, FAMILY_MARGIN_SHARE * best.fit.gain)
-    return best if _worth(best) - max(rivals) >= margin else None
+    return best if _worth(best, stated) - max(rivals) >= margin else None
+
+
+def _is_noisy(exhibit: Exhibit, fits: Sequence[Winner]) -> bool:
+    """Whether no explanation leaves as little as an engine's own noise, of enough tokens to model it."""
+    left = min(each.fit.width for each in fits)
+    num_unsure = int(np.count_nonzero(exhibit.stated < UNSURE_BELOW))
+    return left > NOISY_LEFT and num_unsure >= NOISY_TOKENS
+
+
+def _beneath_noise(exhibit: Exhibit, collision: Values) -> Winner | None:
+    """`other_distribution` of a noisy run, by what noise in the logits does."""
+    unsure = exhibit.stated < UNSURE_BELOW
+    inference, stated = exhibit.inference[unsure], exhibit.stated[unsure]
+    noise = Noise.of(stated, collision[unsure])
+
+    def of(predicted: Values, parameters: Values) -> NoisyFit:
+        return noisy_fit(inference, predicted[unsure], parameters, noise)
+
+    nothing = of(exhibit.stated[:, None], np.ones(1))
+    rivals = [("", 0.0)]
+    best: tuple[float, Family, NoisyFit, Values] | None = None
+    for family, predicted in zip(FAMILIES, exhibit.predictions, strict=True):
+        if predicted is None:
+            continue
+        low, high = family.noisy_neutral
+        found = of(predicted, family.parameters)
+        if low <= found.parameter <= high:
+            continue
+        worth = found.score - nothing.score - (0.0 if len(family.parameters) == 1 else FAMILY_PARAMETER)
+        rivals.append((family.code, worth))
+        if best is None or worth > best[0] + max(FAMILY_SIMPLER, FAMILY_MARGIN_SHARE * best[0]):
+            best = worth, family, found, predicted
+    if best is None:
+        return None
+    worth, family, found, grid = best
+    column = between(grid, found.place)
+    told = fit(inference - noise.mean(found.variance), stated, column[unsure][:, None], np.ones(1))
+    left = np.minimum(np.abs(exhibit.inference - column), RESIDUAL_CLIP).mean()
+    told = replace(told, parameter=found.parameter, gain=found.score - nothing.score, width=float(left))
+    winner = Winner(family=family, fit=told)
+    # What divides logprobs divides their noise.
+    divisor = found.parameter if family.kind in ("divisor", "base") else 1.0
+    margin = FAMILY_MIN_MARGIN if _is_exact(winner) else max(FAMILY_MIN_MARGIN, FAMILY_MARGIN_SHARE * worth)
+    # A kept set of one token leaves zeros as a buffer does, and says where.
+    zeros = column[exhibit.inference == 0]
+    holds = (
+        worth >= NOISY_MIN_GAIN
+        and np.count_nonzero(zeros < ZERO_TRAINER_BELOW) <= NOISY_ZEROS_LEFT * len(zeros)
+        and found.variance * min(divisor, 1.0) ** 2 <= NOISY_MOST_VARIANCE
+        and told.num_informative >= FAMILY_MIN_INFORMATIVE
+        and abs(told.slope - 1) <= NOISY_SLOPE
+        and worth - max(value for code, value in rivals if code != family.code) >= margin
+    )
+    return winner if holds else None
 
 
 def is_hopeless(exhibit: Exhibit) -> bool:
@@ -93,12 +162,24 @@ def _exact_holds(each: Winner) -> bool:
     return found.free_gain <= found.gain + other and found.num_against <= LAG_ACCEPTED_SHARE * found.num_for
 
 
-def _worth(each: Winner) -> float:
-    """Gain, less what a parameter costs: it would fit something by itself."""
+def _worth(each: Winner, stated: float) -> float:
+    """Gain, less what a parameter costs: it would fit something by itself.
+
+    Args:
+        each: a family at its parameter.
+        stated: what logits are divided by, as stated.
+    """
     gain = each.fit.gain
-    if each.family.kind == "divisor" and abs(each.fit.parameter - 1) < DIVISOR_NEAR_ONE:
+    if each.family.kind == "divisor" and _is_near_another(each.fit.parameter, stated):
         gain -= DIVISOR_COST * gain
     return gain - (0.0 if _is_exact(each) else FAMILY_PARAMETER)
+
+
+def _is_near_another(divisor: float, stated: float) -> bool:
+    """Whether it is near 1, or near the logarithm of a base and not near the temperature that is stated."""
+    bases = [float(np.log(family.parameters[0])) for family in FAMILIES if family.kind == "base"]
+    is_base = any(abs(divisor / each - 1) < DIVISOR_NEAR_ONE for each in bases)
+    return abs(divisor - 1) < DIVISOR_NEAR_ONE or (is_base and abs(divisor / stated - 1) >= DIVISOR_NEAR_ONE)
 
 
 def _gain_of_zeros(exhibit: Exhibit) -> float:
@@ -114,7 +195,7 @@ def _holds(best: Winner, exhibit: Exhibit, most_left: float, *, current: bool) -
     most_left = min(most_left, (FAMILY_LEFT_SHARE if current else FAMILY_OLD_SHARE) * off)
     return (
         not low <= found.parameter <= high
-        and _worth(best) >= FAMILY_MIN_GAIN
+        and _worth(best, exhibit.divisor) >= FAMILY_MIN_GAIN
         and found.num_informative >= FAMILY_MIN_INFORMATIVE
         and found.width <= most_left
         and abs(found.slope - 1) <= FAMILY_SLOPE + FAMILY_SLOPE_ERRORS * found.slope_error

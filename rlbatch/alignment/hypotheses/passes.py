@@ -75,7 +75,21 @@ def passes_differ(exhibits: Sequence[Exhibit]) -> Finding | None:
     # In a pack whose first sequence nobody looked at the two look alike.
     if (later and not first) or not _most_differ(apart) or _mean(differences) >= MOST_BY_CHANCE:
         return None
+    alike = sum(_is_spared(each) for each, _ in heard)
+    if alike:
+        # Dropout spares no row; more than that is not known here.
+        worst = heard[int(np.argmax(apart))][0].place
+        return _told("unexplained", worst, f"{told}; {alike} of {len(heard)} turns are alike in both passes")
     return _told("dropout-on", where, told)
+
+
+def _is_spared(exhibit: Exhibit) -> bool:
+    """Whether two passes agree on a segment with enough tokens that dropout would have moved."""
+    if exhibit.again is None:
+        return False
+    moved = exhibit.again < UNCERTAIN
+    differences = (exhibit.trainer - exhibit.again)[moved]
+    return len(differences) >= SPARED_MIN and _mean(differences) < AGAIN_MEAN / 4
 
 
 def _most_differ(apart: Sequence[float]) -> bool:
@@ -87,6 +101,10 @@ MOST_SHARE = 0.6
 """Of the segments, which must differ for the pass to be at fault and not some of them."""
 LEAK_MIN_AGAIN = 2
 """Later segments of a pack that must differ while the first does not."""
+UNCERTAIN = -0.2
+"""Nats: dropout hardly moves tokens that are likelier."""
+SPARED_MIN = 16
+"""Such tokens: together they differ as the rest does, if they are dropped out as the rest is."""
 MOST_BY_CHANCE = 0.8
 """Nats that dropout leaves between two passes: beyond, they are of other tokens."""
 

@@ -1,33 +1,34 @@
-"""Does the prompt differ between engine and trainer? Then first tokens are off, and later ones ever less."""
+"""Does the prompt differ between engine and trainer? Then first tokens are off, and later ones ever less.
+
+Asked by ranks: how large a difference is among those of equally certain tokens, against where in its turn it
+is. Whatever the noise and its tails are, without a cause the two know nothing of each other.
+"""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlbatch.alignment.exhibits import Exhibit, joined
-from rlbatch.alignment.limits import OUTLIER_TOKEN, ZERO_NOISY
 from rlbatch.alignment.subtle_limits import (
-    PREFIX_BETWEEN,
     PREFIX_EARLY,
+    PREFIX_ERRORS,
     PREFIX_FACTOR,
+    PREFIX_FADES,
     PREFIX_LATE,
-    PREFIX_MIN_GAIN,
-    PREFIX_NOISY_FACTOR,
-    PREFIX_NOISY_MIN_GAIN,
-    PREFIX_NOISY_TOKENS,
-    PREFIX_NOISY_UNSURE_GAIN,
+    PREFIX_LEAST,
+    PREFIX_LOUD,
+    PREFIX_LOUD_ERRORS,
+    PREFIX_QUIET,
+    PREFIX_QUIET_ERRORS,
     PREFIX_SHARE_LOUD,
-    PREFIX_STOP,
-    PREFIX_SURE_GAIN,
-    PREFIX_UNSURE_GAIN,
-    PREFIX_WIDTHS,
-    SPAN_LOUD,
+    PREFIX_STRATA,
+    PREFIX_STRATUM,
+    PREFIX_SURE_ERRORS,
+    PREFIX_SURE_FACTOR,
     UNSURE_BELOW,
 )
-from rlbatch.alignment.tournament import WIDTH_FLOOR, widths
+from rlbatch.alignment.tournament import widths
 from rlbatch.catalogue import finding
 from rlbatch.errors import Finding
 from rlbatch_kernels import RESIDUAL_CLIP
@@ -35,85 +36,76 @@ from rlbatch_kernels import RESIDUAL_CLIP
 Values = NDArray[np.float64]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Profile:
-    """Mean differences along the turns, in widths, and how sure it is that the first are the larger."""
-
-    early: float
-    between: float
-    late: float
-    gain: float
-    """Log likelihood ratio, nats, of two sizes over one, for early and late tokens."""
-    share_loud: float
-    """Of early tokens, above twice what late ones are on average."""
-
-    @classmethod
-    def of(cls, scaled: Values, offset: NDArray[np.int64]) -> Self | None:
-        """None where a part has hardly a token."""
-        parts = [scaled[offset < PREFIX_EARLY], _within(scaled, offset, PREFIX_EARLY, PREFIX_LATE)]
-        parts.append(_within(scaled, offset, PREFIX_LATE, PREFIX_STOP))
-        if min(map(len, parts)) < PREFIX_EARLY // 2:
-            return None
-        # One wild token makes no beginning loud.
-        most = PREFIX_WIDTHS * float(np.concatenate(parts[1:]).mean())
-        early, between, late = (np.minimum(part, most) for part in parts)
-        both = np.concatenate([early, late])
-        gain = len(both) * np.log(both.mean() + WIDTH_FLOOR) - sum(
-            len(part) * np.log(part.mean() + WIDTH_FLOOR) for part in (early, late)
-        )
-        means = [float(part.mean()) for part in (early, between, late)]
-        share = float((early > 2 * late.mean()).mean())
-        return cls(early=means[0], between=means[1], late=means[2], gain=float(gain), share_loud=share)
-
-    def rises(self, factor: float, gain: float) -> bool:
-        """Whether the beginning is so much louder, and what follows it no quieter than the rest."""
-        return (
-            self.gain >= gain
-            and self.share_loud >= PREFIX_SHARE_LOUD
-            and self.early >= factor * self.late
-            and self.early > self.between >= PREFIX_BETWEEN * self.late
-        )
-
-
 def prefix_differs(exhibits: Sequence[Exhibit]) -> Finding | None:
     """The first tokens of the turns are off, and the differences decay."""
     whole = joined(exhibits)
     errors = np.minimum(np.abs(whole.inference - whole.stated), RESIDUAL_CLIP)
-    # Wild tokens are told by themselves, and a prefix that differs makes hardly any.
-    tame = errors < OUTLIER_TOKEN
-    errors, offset, stated = errors[tame], whole.offset[tame], whole.stated[tame]
-    scaled, unsure = errors / widths(stated), stated < UNSURE_BELOW
-    profile = _Profile.of(scaled, offset)
-    # Of near-certain tokens the width is a guess, and the first tokens of a turn are more often unsure.
-    of_unsure = _Profile.of(scaled[unsure], offset[unsure])
-    if profile is None or of_unsure is None:
+    early, late = errors[whole.offset < PREFIX_EARLY], errors[whole.offset >= PREFIX_LATE]
+    if min(len(early), len(late)) < PREFIX_EARLY:
         return None
-    loud, between, quiet = (
-        float(_within(errors, offset, *each).mean())
-        for each in ((0, PREFIX_EARLY), (PREFIX_EARLY, PREFIX_LATE), (PREFIX_LATE, PREFIX_STOP))
-    )
-    is_noisy = quiet > ZERO_NOISY
-    factor = PREFIX_NOISY_FACTOR if is_noisy else PREFIX_FACTOR
-    gain = PREFIX_NOISY_MIN_GAIN if is_noisy else PREFIX_MIN_GAIN
-    if is_noisy and len(errors) < PREFIX_NOISY_TOKENS:
+    loud, quiet = float(early.mean()), float(late.mean())
+    # One or two wild tokens make no beginning loud.
+    if (early > max(2 * quiet, PREFIX_LEAST)).mean() < PREFIX_SHARE_LOUD:
         return None
-    if loud < SPAN_LOUD / 2 or not profile.rises(factor, gain):
-        return None
-    unsure_gain = PREFIX_NOISY_UNSURE_GAIN if is_noisy else PREFIX_UNSURE_GAIN
-    if of_unsure.gain < unsure_gain or of_unsure.early < of_unsure.late:
+    scaled = errors / widths(whole.stated)
+    fading = standard_errors_of_fading(scaled, whole.offset, whole.stated)
+    # Of near-certain tokens much noise leaves little as well.
+    unsure = (whole.offset >= PREFIX_LATE) & (whole.stated < UNSURE_BELOW)
+    is_quiet = bool(unsure.any()) and float(scaled[unsure].mean()) <= PREFIX_QUIET
+    if loud < PREFIX_LEAST or fading < _errors_needed(loud, quiet, is_quiet=is_quiet):
         return None
     # A beginning is loud by chance now and then: no error, until it is beyond doubt.
-    is_doubt = profile.gain < PREFIX_SURE_GAIN
+    is_sure = fading >= PREFIX_SURE_ERRORS or (
+        is_quiet
+        and loud >= PREFIX_SURE_FACTOR * quiet
+        and fading >= PREFIX_QUIET_ERRORS
+        and loud >= PREFIX_LOUD
+    )
     return finding(
         "prefix-differs",
-        severity="warning" if is_doubt else "error",
-        where=exhibits[0].place,
+        severity="error" if is_sure else "warning",
+        where=max(exhibits, key=_loudness).place,
         expected="differences of one size along a turn",
         found=f"mean |log_ratio| {loud:.3g} nats in the first {PREFIX_EARLY} tokens of {len(exhibits)} "
-        f"turns, {between:.3g} up to the {PREFIX_LATE}th, {quiet:.3g} later",
+        f"turns, {quiet:.3g} from the {PREFIX_LATE}th on: {fading:.1f} standard errors from a chance order",
     )
 
 
-def _within(values: Values, offset: NDArray[np.int64], start: int, stop: int) -> Values:
-    part: Values = values[(offset >= start) & (offset < stop)]
-    return part
+def _errors_needed(loud: float, quiet: float, *, is_quiet: bool) -> float:
+    """Standard errors of fading that tell: fewer beneath an engine's own noise, which excuses little."""
+    if not is_quiet or loud < PREFIX_FACTOR * quiet:
+        return PREFIX_ERRORS
+    return PREFIX_LOUD_ERRORS if loud >= PREFIX_LOUD else PREFIX_QUIET_ERRORS
+
+
+def _loudness(exhibit: Exhibit) -> float:
+    """Mean |log_ratio| of the first tokens, nats; 0 where it has none of them."""
+    early = exhibit.offset < PREFIX_EARLY
+    apart = np.minimum(np.abs(exhibit.inference - exhibit.stated)[early], RESIDUAL_CLIP)
+    return float(apart.mean()) if early.any() else 0.0
+
+
+def standard_errors_of_fading(scaled: Values, offset: NDArray[np.int64], stated: Values) -> float:
+    """By how many standard errors the first tokens of turns have the larger differences.
+
+    A linear rank statistic: scores of ranks, which are those of a Laplace distribution, times a weight that
+    fades along the turn. Ranks are among tokens of like certainty; mean and variance are those of all orders.
+
+    Args:
+        scaled: [n] |differences|, in widths.
+        offset: [n] which token of its turn each is.
+        stated: [n] nats.
+    """
+    weight = np.exp(-offset / PREFIX_FADES)
+    num_strata = int(np.clip(len(scaled) // PREFIX_STRATUM, 1, PREFIX_STRATA))
+    total = variance = 0.0
+    for tokens in np.array_split(np.argsort(stated, kind="stable"), num_strata):
+        count = len(tokens)
+        rank = np.empty(count)
+        rank[np.argsort(scaled[tokens], kind="stable")] = np.arange(count)
+        score = -np.log1p(-(rank + 0.5) / count)
+        score -= score.mean()
+        apart = weight[tokens] - weight[tokens].mean()
+        total += float((score * apart).sum())
+        variance += float(np.square(score).sum() * np.square(apart).sum()) / max(count - 1, 1)
+    return total / float(np.sqrt(max(variance, 1e-12)))

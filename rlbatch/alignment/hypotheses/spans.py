@@ -18,12 +18,16 @@ from rlbatch.alignment.subtle_limits import (
     SPAN_NOISY_MIN_GAIN,
     SPAN_QUIET,
     SPAN_WIDTHS,
+    TAIL_BEFORE,
+    TAIL_MIN_GAIN,
     TAIL_MIN_TOKENS,
+    TAIL_QUIET,
+    TAIL_REST_SHARE,
     TAIL_SHARE,
+    TAIL_SURE_GAIN,
     TAIL_TOKENS,
-    VERSION_FACTOR,
-    VERSION_MIN_TOKENS,
-    VERSION_SHARE,
+    UNSURE_BELOW,
+    WAKE_POWER,
 )
 from rlbatch.alignment.tournament import WIDTH_FLOOR, widths
 from rlbatch.catalogue import finding
@@ -94,26 +98,17 @@ def _without_largest(errors: NDArray[np.float64]) -> float:
 
 
 def span_cause(evidence: Evidence) -> Finding | None:
-    """The cause of a loud beginning or end."""
+    """The cause of a loud beginning."""
     if not evidence.comparable or not evidence.current:
         return None
     span = loud_span(evidence)
     if span is None:
         return None
-    is_rubbish = span.loud >= RUBBISH_MEAN
-    if is_rubbish:
-        return _last_tokens(evidence, span) if span.is_end else _cache(evidence, span)
-    if not span.is_end and _decays(evidence, span):
-        return _span_finding("prefix-differs", evidence, span)
-    return _versions(evidence, span)
-
-
-def _last_tokens(evidence: Evidence, span: Span) -> Finding | None:
-    off = evidence.at_zero()[span.start : span.stop] > RUBBISH_MEAN
-    # One wild token is a ratio-tail.
-    if span.stop - span.start > TAIL_TOKENS or off.sum() < TAIL_MIN_TOKENS or off.mean() < TAIL_SHARE:
+    if span.is_end:
         return None
-    return _span_finding("last-tokens-wrong", evidence, span)
+    if span.loud >= RUBBISH_MEAN:
+        return _cache(evidence, span)
+    return _span_finding("prefix-differs", evidence, span) if _decays(evidence, span) else None
 
 
 def _cache(evidence: Evidence, span: Span) -> Finding | None:
@@ -123,36 +118,6 @@ def _cache(evidence: Evidence, span: Span) -> Finding | None:
     return _span_finding(
         "prefix-cache-rubbish", evidence, span, f"; token {edge} begins block {edge // CACHE_BLOCK}"
     )
-
-
-def _versions(evidence: Evidence, span: Span) -> Finding | None:
-    edge = span.start if span.is_end else span.stop
-    if min(edge, len(evidence.trained) - edge) < VERSION_MIN_TOKENS or _labelled(evidence.versions, edge):
-        return None
-    if not _is_loud_throughout(evidence, span):
-        return None
-    known = np.unique(evidence.versions[evidence.versions >= 0])
-    labels = f"version {', '.join(map(str, known.tolist()))} throughout" if len(known) else "no version"
-    return _span_finding("mixed-versions", evidence, span, f"; the labels say {labels}")
-
-
-def _is_loud_throughout(evidence: Evidence, span: Span) -> bool:
-    """Whether both halves of the span are loud in many tokens: other weights spoil all of it."""
-    if span.loud < max(SPAN_LOUD / 2, VERSION_FACTOR * span.quiet, evidence.floor or 0.0):
-        return False
-    part = evidence.part(span.start, span.stop)
-    scaled = part.at_zero()[part.usable] / widths(part.trainer[part.usable])
-    return all(
-        np.minimum(half, SPAN_WIDTHS).mean() >= VERSION_FACTOR * span.quiet_widths
-        and (half > VERSION_FACTOR * span.quiet_widths).mean() >= VERSION_SHARE
-        for half in np.array_split(scaled, 2)
-    )
-
-
-def _labelled(versions: NDArray[np.int64], edge: int) -> bool:
-    """Whether the labels change near the edge, so that they say it themselves."""
-    near = versions[max(0, edge - VERSION_MIN_TOKENS) : edge + VERSION_MIN_TOKENS]
-    return bool((near != near[0]).any())
 
 
 def _decays(evidence: Evidence, span: Span) -> bool:
@@ -168,4 +133,40 @@ def _span_finding(code: str, evidence: Evidence, span: Span, more: str = "") -> 
         expected="differences of one size along a turn",
         found=f"mean |log_ratio| {span.loud:.3g} nats in these {span.stop - span.start} tokens, "
         f"{span.quiet:.3g} in the other {len(evidence.trained) - (span.stop - span.start)} of the turn{more}",
+    )
+
+
+def last_tokens_wrong(evidence: Evidence) -> Finding | None:
+    """The last few tokens of a turn are far off, and hardly one of the others."""
+    usable = np.flatnonzero(evidence.usable)
+    if not evidence.comparable or not evidence.current or len(usable) < CACHE_MIN_TOKENS + TAIL_MIN_TOKENS:
+        return None
+    errors = evidence.at_zero()[usable]
+    off = errors > RUBBISH_MEAN
+    lengths = [
+        num
+        for num in range(TAIL_MIN_TOKENS, min(TAIL_TOKENS, len(off) - CACHE_MIN_TOKENS) + 1)
+        if off[-num] and off[-num:].sum() >= TAIL_MIN_TOKENS and off[-num:].mean() >= TAIL_SHARE
+    ]
+    if not lengths:
+        return None
+    num = lengths[-1]
+    rest = errors[:-num]
+    if rest.mean() > TAIL_QUIET or off[:-num].mean() > TAIL_REST_SHARE:
+        return None
+    scaled = rest / widths(evidence.trainer[usable][:-num])
+    near = scaled[evidence.trainer[usable][:-num] < UNSURE_BELOW][-TAIL_BEFORE:]
+    means = [float(each.mean()) for each in (scaled, near) if len(each)]
+    noise = max(*means, evidence.floor or 0.0, WIDTH_FLOOR)
+    nats = WAKE_POWER * np.log(np.maximum(np.abs(evidence.log_ratio())[usable[-num:]] / noise, 1.0)) - 1.0
+    if nats.sum() < TAIL_MIN_GAIN:
+        return None
+    start = int(usable[-num])
+    return finding(
+        "last-tokens-wrong",
+        severity="error" if nats.sum() >= TAIL_SURE_GAIN else "warning",
+        where=evidence.part(start, len(evidence.trained)).place,
+        expected="differences of one size along a turn",
+        found=f"mean |log_ratio| {errors[-num:].mean():.3g} nats in these {len(evidence.trained) - start} "
+        f"tokens, {rest.mean():.3g} in the other {start} of the turn",
     )
