@@ -77,20 +77,36 @@ class Finding:
     fix: str
 
     def __str__(self) -> str:
+        return self.text(whole=True)
+
+    def text(self, *, whole: bool) -> str:
+        """As it is printed; not whole where one before it said what is likely and how to mend it."""
+        remedy = (
+            [f"  likely:   {self.likely}", f"  fix:      {self.fix}"]
+            if whole
+            else [f"  likely and fix as for {self.code} above"]
+        )
         return "\n".join(
             [
                 f"[{self.code}] {self.where}".rstrip(),
                 f"  expected: {self.expected}",
                 f"  found:    {self.found}",
-                f"  likely:   {self.likely}",
-                f"  fix:      {self.fix}",
+                *remedy,
             ]
         )
 
 
 def render(findings: Sequence[Finding]) -> str:
-    """The text that errors and reports share; at most `MAX_FINDINGS_SHOWN` findings, the rest counted."""
-    shown = [str(finding) for finding in findings[:MAX_FINDINGS_SHOWN]]
+    """The text that errors and reports share; at most `MAX_FINDINGS_SHOWN` findings, the rest counted.
+
+    Findings of one cause tell what is likely, and how to mend it, once: with the first of them.
+    """
+    shown: list[str] = []
+    told: set[tuple[str, str, str]] = set()
+    for finding in findings[:MAX_FINDINGS_SHOWN]:
+        cause = (finding.code, finding.likely, finding.fix)
+        shown.append(finding.text(whole=cause not in told))
+        told.add(cause)
     rest = len(findings) - len(shown)
     if rest:
         shown.append(f"... and {rest} more of {len(findings)} findings (all in .findings)")

@@ -2,11 +2,12 @@
 
 import multiprocessing
 import pickle
+from dataclasses import replace
 
 import pytest
 
 from rlbatch import errors
-from rlbatch.errors import Finding, RlbatchError, Where
+from rlbatch.errors import Finding, RlbatchError, Where, render
 
 FINDING = Finding(
     code="shifted",
@@ -62,6 +63,17 @@ def test_the_tree_has_the_standard_bases():
     assert set(bases) == set(KINDS) - {RlbatchError}
     for kind, expected in bases.items():
         assert all(issubclass(kind, base) for base in expected)
+
+
+def test_findings_of_one_cause_tell_it_once():
+    second = replace(FINDING, where=Where(sample=2), found="another lag")
+    other = replace(FINDING, where=Where(sample=3), fix="another fix")
+    text = render([FINDING, second, other, other])
+    assert text.count(f"likely:   {FINDING.likely}") == 2
+    assert text.count(f"fix:      {FINDING.fix}") == 1
+    assert text.startswith(f"{FINDING}\n[shifted] sample 2\n")
+    assert "  found:    another lag\n  likely and fix as for shifted above\n[shifted] sample 3\n" in text
+    assert text.count("likely and fix as for shifted above") == 2
 
 
 @pytest.mark.parametrize("kind", KINDS)

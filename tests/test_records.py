@@ -36,7 +36,11 @@ def test_the_one_list_of_fields_is_the_sample():
     ("field", "value", "says"),
     [
         ("inference_logprobs", np.zeros(3, np.float32), "expected 4 entries"),
-        ("inference_logprobs", np.zeros(4, np.float64), "expected dtype float32"),
+        (
+            "inference_logprobs",
+            np.zeros(4, np.float64),
+            r"expected dtype float32.*values\.astype\(np\.float32\)",
+        ),
         ("inference_logprobs", [0.0] * 4, "expected a numpy array"),
         ("token_ids", np.zeros((2, 2), np.int32), "expected one dimension"),
         ("token_ids", np.array([1, 5, -7, 2], np.int32), "found -7 at token 2"),

@@ -107,6 +107,8 @@ def test_random_access_gives_what_a_whole_read_gives(tmp_path: Path) -> None:
     for index in (6, -7):
         with pytest.raises(IndexError, match=f"sample {index} of 6"):
             reader[index]
+    with pytest.raises(TypeError, match=r"found a slice; read\(range\(4, 6, 1\)\) reads it"):
+        reader[-2:]
 
 
 def test_directory_is_read_in_the_order_of_names_and_no_deeper(tmp_path: Path) -> None:

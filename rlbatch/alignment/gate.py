@@ -40,7 +40,7 @@ class _Step:
         """Judge all batches, once; the same on every rank of the group, again and again.
 
         Raises:
-            AlignmentError: a finding of error level, on this rank or another.
+            AlignmentError: a finding of severity error, on this rank or another.
         """
         if self.verdict is None:
             judge = Judge(
@@ -102,7 +102,7 @@ class Alignment:
         """Wait for the verdict of the step: call it before `optimizer.step()` where `defer=True`.
 
         Raises:
-            AlignmentError: the step has a finding of error level.
+            AlignmentError: the step has a finding of severity error.
         """
         self._step.verify()
 
@@ -171,7 +171,7 @@ def require_aligned(
         An `Alignment` a batch, in the shape that was given.
 
     Raises:
-        AlignmentError: a finding of error level, on every rank of the group alike. Warnings do not raise.
+        AlignmentError: a finding of severity error, on every rank of the group alike. Warnings do not raise.
         RecordError: not as many logprobs as batches, or none; with a group that too is an AlignmentError.
             And limits, logits_for or group of another type, on this rank alone.
     """

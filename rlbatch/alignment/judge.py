@@ -42,7 +42,7 @@ class Verdict:
 
     @property
     def errors(self) -> tuple[Finding, ...]:
-        """The findings of error level."""
+        """The findings of severity error."""
         return tuple(found for found in self.findings if found.severity == "error")
 
 

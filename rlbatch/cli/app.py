@@ -99,9 +99,9 @@ def audit(
 ) -> None:
     """Say whether engine and trainer agree on stored rollouts.
 
-    Ends with 0 where all files pass, 1 on a finding of error level, 2 on what cannot be used, 3 where a file
-    could not be judged. The flags from --engine on state what recorded JSON leaves open; a field that neither
-    states is an error.
+    Ends with 0 where all files pass, 1 on a finding of severity error, 2 on what cannot be used, 3 where a
+    file could not be judged. The flags from --engine on state what recorded JSON leaves open; a field that
+    neither states is an error.
     """
     as_json = format == "json"
     with _errors_told(as_json=as_json), LateProgress("auditing") as progress:

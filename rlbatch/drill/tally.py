@@ -53,7 +53,7 @@ class Tally:
     num_clean: int = 0
     """Rows without a fault that were judged."""
     false_alarms: int = 0
-    """Findings of error level on them."""
+    """Findings of severity error on them."""
     false_warnings: int = 0
     """Findings of warning level on them."""
     no_place: list[str] = field(default_factory=list)

@@ -51,7 +51,7 @@ def check_step(
     """Judge the samples of a step together.
 
     Raises:
-        SoundnessError: a finding of error level, where `checks.on_fault` is `error`; all are in it.
+        SoundnessError: a finding of severity error, where `checks.on_fault` is `error`; all are in it.
     """
     origins = candidates.origins
     findings = list(_misfits(candidates, room, keep_groups))

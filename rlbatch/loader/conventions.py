@@ -11,6 +11,7 @@ from rlbatch.soundness import require_sound
 class Collator:
     """Checks and collates what a `DataLoader` over a reader picks; its `collate_fn`.
 
+    Without one, `DataLoader` joins what it picks itself, which it cannot do with samples.
     It pickles, so that worker processes can have it. It knows nothing of steps, ranks and budgets, which are
     the caller's then; `RolloutLoader` knows them. Raw and processed logprobs never share a batch: where a
     store has both, `RolloutLoader` sorts them, and a `DataLoader` needs a `Subset` of one kind.

@@ -34,7 +34,8 @@ class RolloutLoader(IterableDataset[Batch]):
 
     Iterating is one epoch. `batch.step` says which optimiser step a batch is part of, what the whole step
     holds over all ranks (`num_loss_tokens` is what a token mean divides by), and whether the batch is its
-    last. All ranks have as many batches; a filler has no trained token.
+    last. All ranks have as many batches; a filler has no trained token. A `DataLoader` takes it with
+    `batch_size=None`. It has no length, for samples that are set aside would belie it: see `num_steps`.
 
     Args:
         path: the shard or the directory.

@@ -24,9 +24,15 @@ def freeze(record: object, name: str, dtype: np.dtype[Any] | type[np.generic]) -
     label = f"{type(record).__name__}.{name}"
     value = getattr(record, name)
     if not isinstance(value, np.ndarray):
-        raise RecordError(f"{label}: expected a numpy array of {np.dtype(dtype)}, found {kind_of(value)}")
+        raise RecordError(
+            f"{label}: expected a numpy array of {np.dtype(dtype)}, found {kind_of(value)}; "
+            f"np.array(values, np.{np.dtype(dtype)}) makes one of numbers"
+        )
     if value.dtype != dtype:
-        raise RecordError(f"{label}: expected dtype {np.dtype(dtype)}, found {value.dtype}")
+        raise RecordError(
+            f"{label}: expected dtype {np.dtype(dtype)}, found {value.dtype}; "
+            f"values.astype(np.{np.dtype(dtype)}) casts, where it loses nothing that you need"
+        )
     if value.ndim != 1:
         raise RecordError(f"{label}: expected one dimension, found shape {list(value.shape)}")
     keep(record, name, value)

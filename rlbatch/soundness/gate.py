@@ -139,7 +139,7 @@ def require_sound(
     """The same samples, or an error that names every fault in them; the arguments of `check_sound`.
 
     Raises:
-        SoundnessError: a finding of error level; warnings pass.
+        SoundnessError: a finding of severity error; warnings pass.
         RecordError: what is given is no sequence of samples, or the numbers make no sense.
     """
     findings = check_sound(

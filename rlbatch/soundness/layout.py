@@ -55,7 +55,7 @@ def require_sound_layout(
     """The same arrays, or an error that names every fault in them; the arguments of `check_sound_layout`.
 
     Raises:
-        SoundnessError: a finding of error level; warnings pass.
+        SoundnessError: a finding of severity error; warnings pass.
         RecordError: no LayoutArrays, or a size below 1.
     """
     findings = check_sound_layout(arrays, context_parallel=context_parallel, tensor_parallel=tensor_parallel)

@@ -83,7 +83,7 @@ def require_sound_trajectory(trajectory: Trajectory, *, decode: Decode | None = 
     """The same trajectory, or an error that names every fault in it; the arguments of the check.
 
     Raises:
-        SoundnessError: a finding of error level; warnings pass.
+        SoundnessError: a finding of severity error; warnings pass.
         RecordError: no Trajectory.
     """
     findings = check_sound_trajectory(trajectory, decode=decode)

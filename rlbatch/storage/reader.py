@@ -59,9 +59,15 @@ class ShardReader:
         Its arrays are read-only views of the file. A negative index counts from the end.
 
         Raises:
+            TypeError: a slice: `read` takes a range of indices, and verifies.
             IndexError: there are not that many samples.
             StorageError: shard-altered, what the file holds there cannot be a sample.
         """
+        if isinstance(index, slice):
+            first, end, step = index.indices(len(self))
+            raise TypeError(
+                f"index: expected an int, found a slice; read(range({first}, {end}, {step})) reads it"
+            )
         shard, at = self._locate(index)
         return shard.sample(at)
 
