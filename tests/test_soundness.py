@@ -38,8 +38,8 @@ SOUND_CODES = [
     "finish-mismatch",
     "low-precision-logprobs",
 ]
-TOLD_ALREADY = {"sign-flipped": {"sign-flipped"}, "prefix-differs": {"bos-missing"}}
-"""What shows without a trainer too: losses by their signs, and a lost BOS where BOS is known."""
+TOLD_ALREADY = {"sign-flipped": {"sign-flipped"}}
+"""What shows without a trainer too: losses by their signs."""
 
 FOR_A_TRAINER = sorted(code for code in FAULTS if CATALOGUE[code].level != "sound")
 
@@ -93,6 +93,12 @@ def test_a_planted_fault_is_named_and_nothing_else_is_said(clean, code, share):
 def test_what_needs_a_trainer_is_not_guessed_at(clean, code):
     findings = check_sound(FAULTS[code].plant(clean, np.random.default_rng(0)), purpose="train")
     assert set(codes(findings)) == TOLD_ALREADY.get(code, set())
+
+
+def test_a_prompt_that_differs_keeps_a_bos_that_is_known(clean):
+    for seed in range(40):
+        planted = FAULTS["prefix-differs"].plant(clean, np.random.default_rng(seed))
+        assert codes(check_sound(planted, purpose="train")) == []
 
 
 def test_every_fault_is_either_seen_here_or_needs_a_trainer():

@@ -163,5 +163,5 @@ def test_names_that_come_while_the_directory_is_listed_are_not_missed(
             shutil.move(late, shard(store, 1))
         return listing
 
-    monkeypatch.setattr("rlbatch.storage.reader.list_directory", listed)
+    monkeypatch.setattr("rlbatch.storage.opening.list_directory", listed)
     assert len(open_reader(store)) == NUM_SAMPLES

@@ -22,20 +22,23 @@ def _prefix_differs(sample: Sample, rng: np.random.Generator) -> Sample:
     if num_prompt < 3 or not long_segments(sample, min_length=SHOWS_IN):
         return sample
     count = int(rng.integers(1, min(num_prompt - 1, MOST_TOKENS)))
+    # A BOS that is known stays: to lose or to double it shows without a trainer, and has codes of its own.
+    stated = {item.bos_token_id for item in sample.provenances}
+    first = 1 if kind == "other" or int(sample.token_ids[0]) in stated else 0
     if kind == "other":
-        # The first token is the BOS, or where every template begins.
-        head = sample.token_ids[1 : count + 1]
-        others = np.setdiff1d(sample.token_ids, head)
+        others = np.setdiff1d(sample.token_ids, sample.token_ids[: first + count])
         if not len(others):
             return sample
         ids = sample.token_ids.copy()
-        ids[1 : count + 1] = rng.choice(others, count)
+        ids[first : first + count] = rng.choice(others, count)
         return replace(sample, token_ids=ids)
     columns: dict[str, Any] = {}
     for name in [*(spec.name for spec in TOKEN_FIELDS), "routed_experts"]:
         own = getattr(sample, name)
         if own is not None:
-            columns[name] = own[count:] if kind == "lost" else np.concatenate([own[:count], own])
+            behind = own[first + count :] if kind == "lost" else own[first:]
+            before = own[:first] if kind == "lost" else own[: first + count]
+            columns[name] = np.concatenate([before, behind])
     return replace(sample, **columns)
 
 
