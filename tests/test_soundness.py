@@ -21,7 +21,6 @@ SOUND_CODES = [
     "logprob-positive",
     "logprob-sentinel",
     "advantage-not-finite",
-    "advantage-misplaced",
     "temperature-contradicted",
     "modes-mixed",
     "mask-without-logprob",
@@ -313,16 +312,3 @@ def test_an_impossible_value_is_of_one_kind(value, codes):
 )
 def test_losses_are_told_from_logits(values, code):
     assert positive_code(np.array(values, np.float32)) == code
-
-
-def test_an_advantage_at_a_token_that_nobody_sampled_is_found_with_its_place():
-    whole = sample([1, 5], [7, 8, 2], [-0.5, -0.25, -1.0], advantage=0.5)
-    assert check_sound([whole], purpose="train") == ()
-    shifted = replace(whole, advantages=np.float32([0.0, 0.5, 0.5, 0.5, 0.0]))
-    (found,) = check_sound([shifted], purpose="train")
-    assert (found.code, found.severity, found.where.start, found.where.stop) == (
-        *("advantage-misplaced", "error"),
-        *(1, 2),
-    )
-    assert found.found == "0.5 at token 1, 1 of 5 tokens"
-    assert check_sound([shifted], purpose="audit") == ()

@@ -107,15 +107,6 @@ ENTRIES = (
         'group without spread. Where nothing is trained, say purpose="audit"',
     ),
     Entry(
-        code="advantage-misplaced",
-        level="sound",
-        severity="error",
-        symptom="A token that nobody sampled has an advantage, so that the column is not of these tokens.",
-        check="Advantages other than 0 where no turn sampled the token; not looked at in an audit.",
-        likely="advantages were shifted by a token on their way here, or spread over the prompt too",
-        fix="set Trajectory.advantage and let to_samples spread it, or write 0 where `turn` is -1",
-    ),
-    Entry(
         code="temperature-contradicted",
         level="sound",
         severity="error",

@@ -111,12 +111,6 @@ def _version_mixed(sample: Sample, rng: np.random.Generator) -> Sample:
     return replace(sample, policy_version=versions)
 
 
-def _advantage_misplaced(sample: Sample, rng: np.random.Generator) -> Sample:
-    # Drawn, for a column of zeros looks the same wherever it is moved.
-    whole = np.where(sample.turn >= 0, np.float32(rng.uniform(0.5, 2.0)), np.float32(0.0))
-    return replace(sample, advantages=np.roll(whole, -1))
-
-
 SOUND = (
     Fault(
         code="token-out-of-range",
@@ -152,11 +146,6 @@ SOUND = (
         code="advantage-not-finite",
         story="A group of one was divided by its standard deviation.",
         corrupt=_advantage_not_finite,
-    ),
-    Fault(
-        code="advantage-misplaced",
-        story="The column of a batch, aligned to targets, was taken for the sample's own.",
-        corrupt=_advantage_misplaced,
     ),
     Fault(
         code="temperature-contradicted",

@@ -24,7 +24,6 @@ from rlbatch.soundness.routing import routing_shapes_differ, routing_wrong
 from rlbatch.soundness.stops import bos_wrong, finish_mismatch, mask_drops_eos, stop_overrun
 from rlbatch.soundness.subject import Expectations, Members, Scratch, Subject
 from rlbatch.soundness.tokens import (
-    advantage_misplaced,
     advantage_not_finite,
     impossible_other_logprobs,
     impossible_values,
@@ -55,7 +54,6 @@ CHECKS: tuple[Callable[[Subject], Iterator[Finding]], ...] = (
     finish_mismatch,
     routing_wrong,
     advantage_not_finite,
-    advantage_misplaced,
     temperature_contradicted,
     modes_mixed,
     greedy_sampled,

@@ -188,21 +188,5 @@ def advantage_not_finite(subject: Subject) -> Iterator[Finding]:
         )
 
 
-def advantage_misplaced(subject: Subject) -> Iterator[Finding]:
-    """Advantages at tokens that nobody sampled: the column is shifted, or was filled whole."""
-    if subject.expected.purpose == "audit":
-        return
-    stray = (subject.advantages != 0) > subject.sampled
-    if not stray.any():
-        return
-    for sample, tokens in subject.by_sample(np.flatnonzero(stray)):
-        yield finding(
-            "advantage-misplaced",
-            where=subject.where(sample, tokens),
-            expected="advantage 0 at tokens that were not sampled",
-            found=found_text(subject.samples[sample].advantages, tokens, 0),
-        )
-
-
 def _more(bad: NDArray[np.intp]) -> str:
     return f" ({len(bad)} such tokens)" if len(bad) > 1 else ""
