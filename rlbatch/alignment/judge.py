@@ -108,7 +108,12 @@ class Judge:
                 _ratio_tail(inquiry.evidence(at), self.limits)
             )
         for at, found in single.items():
-            self._pool_of(batch.provenances[at]).findings.append(found)
+            pool = self._pool_of(batch.provenances[at])
+            if found.code == "dropout-on":
+                # It is on in all rows of the step, and what was found of them beside it is its work.
+                pool.cause = found
+            else:
+                pool.findings.append(found)
         self.num_excluded_segments += int((~kept).sum())
         for provenance, mine in measured.by_provenance:
             pool = self._pool_of(provenance)
@@ -121,6 +126,11 @@ class Judge:
     def settle(self) -> None:
         """Judge what pools of segments show together: then findings and drift are complete."""
         pools, self.pools = self.pools, {}
+        causes = [pool.cause for pool in pools.values() if pool.cause is not None]
+        restless = next((cause for cause in causes if cause.code == "dropout-on"), None)
+        if restless is not None:
+            for pool in pools.values():
+                pool.cause = restless
         doubts: list[Finding] = []
         for pool in pools.values():
             told = self.findings if pool.is_explained else doubts
