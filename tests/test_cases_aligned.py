@@ -5,7 +5,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from aligned_cases import Row, batch_of, drawn, judged, log_softmax, logits_of, samples_of, told
+from aligned_cases import (
+    Row,
+    batch_of,
+    drawn,
+    judged,
+    judged_in_turn,
+    log_softmax,
+    logits_of,
+    samples_of,
+    told,
+)
 from builders import trajectory, turn
 
 from rlbatch.alignment import Judge, measure, require_aligned
@@ -128,6 +138,24 @@ def test_lags_that_follow_the_prompt_of_a_sequence_hold_for_all_its_turns():
         ("shifted-by-rule", sample, number) for sample in (1, 2) for number in (0, 1)
     ]
     assert "minus its prompt's length +3" in findings[0].found
+
+
+def test_lags_of_two_kinds_that_leave_no_row_in_place_are_no_rule():
+    # Packed: of prompts of 3, 3 and 5 tokens, lags of -1, -1 and -3 are each one minus what is beyond 2.
+    rng = np.random.default_rng(0)
+    made, truths = [], []
+    for number, (num_prompt, lag) in enumerate([(3, -1), (3, -1), (5, -3)]):
+        truth = rng.uniform(-5, -0.05, 40)
+        ids = rng.integers(10, 90, 40).tolist()
+        only = turn(list(range(1, num_prompt + 1)), ids, np.roll(truth, -lag))
+        made += to_samples(trajectory(only, trajectory_id=f"row{number}"))
+        truths.append(truth)
+    batch = collate(made, layout="packed")
+    trainer = torch.zeros(batch.shape, dtype=torch.float64)
+    trainer[batch.loss_mask] = torch.from_numpy(np.concatenate(truths))
+    judge = Judge(trainer_version=None)
+    judge.add(measure(batch, trainer))
+    assert told(judge.verdict()) == ["shifted"] * 3
 
 
 def test_one_lag_of_all_padded_rows_is_a_rule_where_the_others_are_in_place():
@@ -364,6 +392,40 @@ def test_rows_of_the_trainers_list_that_changed_places_are_told_as_the_trainers(
     found = judged(swapped).findings
     assert [(each.code, each.where.sample) for each in found] == [("rows-permuted", 3), ("rows-permuted", 7)]
     assert all("replies were matched" in each.likely for each in found)
+
+
+@pytest.mark.parametrize("logits", [True, False])
+def test_engine_rows_that_changed_places_between_micro_batches_are_told_with_their_owners(logits):
+    rows = rows_of()
+    swapped = [*rows]
+    swapped[2], swapped[9] = moved(rows[2], rows[9].inference), moved(rows[9], rows[2].inference)
+    found = judged_in_turn(swapped[:6], swapped[6:], logits=logits).findings
+    assert [(each.code, each.where.batch, each.where.sample) for each in found] == [
+        ("rows-permuted", 0, 2),
+        ("rows-permuted", 1, 3),
+    ]
+    assert "trajectory 'row3', turn 0, tokens 3:51 of micro-batch 1" in found[0].found
+    assert "trajectory 'row2', turn 0, tokens 3:51 of micro-batch 0" in found[1].found
+    assert judged_in_turn(rows[:6], rows[6:], logits=logits).findings == ()
+
+
+def test_values_of_rows_that_are_in_no_other_batch_stay_unexplained():
+    rows, foreign = rows_of(), drawn(48, 99)
+    spoilt = [*rows]
+    spoilt[2], spoilt[9] = moved(rows[2], foreign.inference), moved(rows[9], drawn(48, 98).inference)
+    assert {each.code for each in judged_in_turn(spoilt[:6], spoilt[6:]).findings} == {"unexplained"}
+
+
+def test_trainer_rows_that_changed_places_between_micro_batches_are_told_as_the_trainers():
+    rows = rows_of()
+    swapped = [*rows]
+    swapped[2], swapped[9] = (
+        replace(rows[2], trainer=rows[9].trainer),
+        replace(rows[9], trainer=rows[2].trainer),
+    )
+    found = judged_in_turn(swapped[:6], swapped[6:]).findings
+    assert {each.code for each in found} == {"rows-permuted"}
+    assert all("rows of the trainer's list changed places" in each.likely for each in found)
 
 
 def test_passes_that_agree_on_some_rows_are_no_dropout():
