@@ -91,7 +91,7 @@ def judged(rows, *, logits=True, trainer_version=None, **how):
     return judge.verdict()
 
 
-def judged_in_turn(*parts):
+def judged_in_turn(*parts, logits=True):
     """The verdict on a step of several batches of rows."""
     batches = [batch_of(rows) for rows in parts]
 
@@ -99,9 +99,9 @@ def judged_in_turn(*parts):
         rows = next(part for part, (each, _) in zip(parts, batches, strict=True) if each is batch)
         return logits_of(rows)(batch, index, start, stop)
 
-    judge = Judge(trainer_version=None, logits_for=answer)
-    for batch, trainer in batches:
-        judge.add(measure(batch, trainer))
+    judge = Judge(trainer_version=None, logits_for=answer if logits else None)
+    for number, (batch, trainer) in enumerate(batches):
+        judge.add(measure(batch, trainer, number=number))
     return judge.verdict()
 
 

@@ -151,5 +151,5 @@ def test_a_small_kept_set_is_looked_for_where_all_differences_are_on_one_side():
 def test_a_divisor_near_one_is_no_fault_of_its_own():
     # Noise takes certainty from the trainer: a divisor of 1.05 fits a little better than none.
     rows = [drawn(NUM_TOKENS, seed, noise=0.35) for seed in range(40)]
-    softer = [replace(row, trainer=row.trainer * 1.04) for row in rows]
+    softer = [replace(row, inference=row.inference / 1.04) for row in rows]
     assert "divided-by-temperature" not in told(judged(softer, logits=True))

@@ -5,7 +5,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from aligned_cases import Row, batch_of, drawn, judged, log_softmax, logits_of, samples_of, told
+from aligned_cases import (
+    Row,
+    batch_of,
+    drawn,
+    judged,
+    judged_in_turn,
+    log_softmax,
+    logits_of,
+    samples_of,
+    told,
+)
 from builders import trajectory, turn
 
 from rlbatch.alignment import Judge, measure, require_aligned
@@ -130,6 +140,24 @@ def test_lags_that_follow_the_prompt_of_a_sequence_hold_for_all_its_turns():
     assert "minus its prompt's length +3" in findings[0].found
 
 
+def test_lags_of_two_kinds_that_leave_no_row_in_place_are_no_rule():
+    # Packed: of prompts of 3, 3 and 5 tokens, lags of -1, -1 and -3 are each one minus what is beyond 2.
+    rng = np.random.default_rng(0)
+    made, truths = [], []
+    for number, (num_prompt, lag) in enumerate([(3, -1), (3, -1), (5, -3)]):
+        truth = rng.uniform(-5, -0.05, 40)
+        ids = rng.integers(10, 90, 40).tolist()
+        only = turn(list(range(1, num_prompt + 1)), ids, np.roll(truth, -lag))
+        made += to_samples(trajectory(only, trajectory_id=f"row{number}"))
+        truths.append(truth)
+    batch = collate(made, layout="packed")
+    trainer = torch.zeros(batch.shape, dtype=torch.float64)
+    trainer[batch.loss_mask] = torch.from_numpy(np.concatenate(truths))
+    judge = Judge(trainer_version=None)
+    judge.add(measure(batch, trainer))
+    assert told(judge.verdict()) == ["shifted"] * 3
+
+
 def test_one_lag_of_all_padded_rows_is_a_rule_where_the_others_are_in_place():
     rng = np.random.default_rng(0)
     short = rows_of(num_rows=2, num_tokens=40)
@@ -248,15 +276,156 @@ def test_one_row_that_is_scored_otherwise_is_no_fault_of_the_whole_pass(layout):
     assert [(found.code, found.where.sample) for found in verdict.findings] == [("no-causal-shift", 5)]
 
 
-def test_two_passes_that_disagree_are_dropout():
-    rng = np.random.default_rng(0)
+def passed_otherwise(rows, rng):
+    """Rows whose trainer logprobs are of logits that are off by chance."""
     at = np.arange(48)
+    noisy = [row.logits + rng.normal(0, 0.6, row.logits.shape) for row in rows]
+    return [
+        replace(row, trainer=log_softmax(logits)[at, row.ids])
+        for row, logits in zip(rows, noisy, strict=True)
+    ]
 
-    def again(row):
-        noisy = row.logits + rng.normal(0, 0.6, row.logits.shape)
-        return replace(row, trainer=log_softmax(noisy)[at, row.ids])
 
-    assert told(judged([again(row) for row in rows_of()])) == ["dropout-on"]
+@LAYOUTS
+def test_two_passes_that_disagree_are_dropout(layout):
+    rng = np.random.default_rng(0)
+    rows = passed_otherwise(rows_of(), rng)
+
+    def another(batch, index, start, stop):
+        logits = logits_of(rows)(batch, index, start, stop)
+        return logits + 0.6 * torch.from_numpy(rng.normal(size=tuple(logits.shape)))
+
+    (found,) = judged(rows, logits=another, layout=layout).findings
+    assert found.code == "dropout-on"
+    assert "two passes that gave those logits are" in found.found
+
+
+def test_a_list_of_other_weights_is_no_dropout_where_two_passes_agree():
+    (found,) = judged(passed_otherwise(rows_of(), np.random.default_rng(0))).findings
+    assert (found.code, found.severity) == ("trainer-logprobs-differ", "error")
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.63])
+@LAYOUTS
+def test_a_trainer_that_divides_by_another_temperature_is_told_which(temperature, layout):
+    at = np.arange(48)
+    rows = [
+        replace(row, trainer=log_softmax(row.logits / temperature)[at, row.ids])
+        for row in rows_of(temperature=0.7)
+    ]
+    (found,) = judged(rows, layout=layout, temperature=0.7).findings
+    assert (found.code, found.severity) == ("temperature-mismatch", "error")
+    value = float(found.found.partition("temperature ")[2].partition(",")[0])
+    assert abs(value - temperature) < 0.01
+    assert found.likely.startswith("the trainer's list")
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.35])
+@pytest.mark.parametrize(
+    ("make", "code", "words"),
+    [
+        (lambda own: own / np.log(2), "wrong-base", "base 2 in place of e"),
+        (lambda own: own / np.log(10), "wrong-base", "base 10 in place of e"),
+        (lambda own: own / 1.3, "divided-by-temperature", "divided by 1.3"),
+        (np.exp, "trainer-logprobs-differ", "the probability of each token"),
+        (np.zeros_like, "trainer-logprobs-differ", "nats from the logprobs of its logits"),
+        (lambda own: np.full_like(own, -3.0), "trainer-logprobs-differ", "nats from the logprobs"),
+    ],
+)
+def test_what_is_wrong_with_the_trainers_list_is_told_whatever_the_engines_noise(make, code, words, noise):
+    rows = rows_of(noise=noise)
+    found = judged([replace(row, trainer=make(row.trainer)) for row in rows]).findings
+    assert {(each.code, each.severity) for each in found} == {(code, "error")}
+    assert all(words in each.found for each in found)
+
+
+@pytest.mark.parametrize(
+    ("step", "code", "words"),
+    [(-1, "no-causal-shift", "the token before"), (1, "trainer-logprobs-differ", "the token after")],
+)
+def test_a_trainer_that_gathers_the_ids_of_other_positions_is_told_which(step, code, words):
+    """input_ids in place of target_ids, or target_ids shifted once more."""
+    at = np.arange(48)
+    rows = [replace(row, trainer=log_softmax(row.logits)[at, np.roll(row.ids, -step)]) for row in rows_of()]
+    found = judged(rows).findings
+    assert {each.code for each in found} == {code}
+    assert all(words in each.found for each in found)
+
+
+@LAYOUTS
+@pytest.mark.parametrize("lag", [-2, -1, 1, 2])
+def test_a_rolled_list_is_told_of_the_side_that_the_logits_convict(lag, layout):
+    rows = rows_of()
+    engine = judged([moved(row, np.roll(row.inference, lag)) for row in rows], layout=layout).findings
+    trainer = judged(
+        [replace(row, trainer=np.roll(row.trainer, lag)) for row in rows], layout=layout
+    ).findings
+    assert {found.code for found in (*engine, *trainer)} == {"shifted"}
+    assert len(engine) == len(trainer) == len(rows)
+    assert all("exact ids" in found.fix and "trainer" not in found.likely for found in engine)
+    assert all(found.likely.startswith("the trainer's list is out of place") for found in trainer)
+    assert all("batch.target_ids" in found.fix for found in trainer)
+
+
+def test_without_logits_a_lag_of_every_row_is_said_to_be_of_either_list():
+    rows = rows_of()
+    every = judged([replace(row, trainer=np.roll(row.trainer, 1)) for row in rows], logits=False).findings
+    assert {found.code for found in every} == {"shifted"}
+    assert all("the trainer's list is out of place" in found.likely for found in every)
+    assert all("logits_for" in found.fix for found in every)
+    # One row of many is the engine's: nobody rolls one row of a tensor.
+    one = judged([moved(rows[0], np.roll(rows[0].inference, 1)), *rows[1:]], logits=False).findings
+    assert ["logits_for" in found.fix for found in one] == [False]
+
+
+def test_rows_of_the_trainers_list_that_changed_places_are_told_as_the_trainers():
+    rows = rows_of()
+    swapped = [*rows]
+    swapped[3], swapped[7] = (
+        replace(rows[3], trainer=rows[7].trainer),
+        replace(rows[7], trainer=rows[3].trainer),
+    )
+    found = judged(swapped).findings
+    assert [(each.code, each.where.sample) for each in found] == [("rows-permuted", 3), ("rows-permuted", 7)]
+    assert all("rows of the trainer's list changed places" in each.likely for each in found)
+    swapped[3], swapped[7] = moved(rows[3], rows[7].inference), moved(rows[7], rows[3].inference)
+    found = judged(swapped).findings
+    assert [(each.code, each.where.sample) for each in found] == [("rows-permuted", 3), ("rows-permuted", 7)]
+    assert all("replies were matched" in each.likely for each in found)
+
+
+@pytest.mark.parametrize("logits", [True, False])
+def test_engine_rows_that_changed_places_between_micro_batches_are_told_with_their_owners(logits):
+    rows = rows_of()
+    swapped = [*rows]
+    swapped[2], swapped[9] = moved(rows[2], rows[9].inference), moved(rows[9], rows[2].inference)
+    found = judged_in_turn(swapped[:6], swapped[6:], logits=logits).findings
+    assert [(each.code, each.where.batch, each.where.sample) for each in found] == [
+        ("rows-permuted", 0, 2),
+        ("rows-permuted", 1, 3),
+    ]
+    assert "trajectory 'row3', turn 0, tokens 3:51 of micro-batch 1" in found[0].found
+    assert "trajectory 'row2', turn 0, tokens 3:51 of micro-batch 0" in found[1].found
+    assert judged_in_turn(rows[:6], rows[6:], logits=logits).findings == ()
+
+
+def test_values_of_rows_that_are_in_no_other_batch_stay_unexplained():
+    rows, foreign = rows_of(), drawn(48, 99)
+    spoilt = [*rows]
+    spoilt[2], spoilt[9] = moved(rows[2], foreign.inference), moved(rows[9], drawn(48, 98).inference)
+    assert {each.code for each in judged_in_turn(spoilt[:6], spoilt[6:]).findings} == {"unexplained"}
+
+
+def test_trainer_rows_that_changed_places_between_micro_batches_are_told_as_the_trainers():
+    rows = rows_of()
+    swapped = [*rows]
+    swapped[2], swapped[9] = (
+        replace(rows[2], trainer=rows[9].trainer),
+        replace(rows[9], trainer=rows[2].trainer),
+    )
+    found = judged_in_turn(swapped[:6], swapped[6:]).findings
+    assert {each.code for each in found} == {"rows-permuted"}
+    assert all("rows of the trainer's list changed places" in each.likely for each in found)
 
 
 def test_passes_that_agree_on_some_rows_are_no_dropout():
@@ -271,9 +440,9 @@ def test_passes_that_agree_on_some_rows_are_no_dropout():
         for row in rows[:-1]
     ]
     (found,) = judged([*off, rows[-1]]).findings
-    assert (found.code, found.severity) == ("unexplained", "error")
+    assert (found.code, found.severity) == ("trainer-logprobs-differ", "error")
     assert found.where.sample < len(rows) - 1
-    assert f"; 1 of {len(rows)} turns are alike in both passes" in found.found
+    assert f"; 1 of {len(rows)} turns are alike in both" in found.found
 
 
 def test_logprobs_that_disagree_with_logits_which_the_engine_agrees_with_are_no_fault_of_the_engine():
@@ -282,7 +451,7 @@ def test_logprobs_that_disagree_with_logits_which_the_engine_agrees_with_are_no_
     off = rows[5].trainer.copy()
     off[[7, 20, 34, 41]] -= 9 + rng.uniform(size=4)
     (found,) = judged([*rows[:5], replace(rows[5], trainer=off), *rows[6:]]).findings
-    assert (found.code, found.severity, found.where.sample) == ("unexplained", "error", 5)
+    assert (found.code, found.severity, found.where.sample) == ("trainer-logprobs-differ", "error", 5)
     assert "from the logprobs of its logits over 48 tokens" in found.found
 
 

@@ -32,7 +32,7 @@ def made() -> Sample:
 
 
 def other() -> Sample:
-    return sample([1, 5, 6, 7], list(range(10, 80)), [-0.36 * (i % 11 + 1) for i in range(70)])
+    return sample([1, 5, 6, 7], list(range(10, 80)), [-0.4 * (i % 11 + 1) for i in range(70)])
 
 
 PLANTED = (FAULTS, MODEL_FAULTS, SET_FAULTS, ROUTING_FAULTS, TURN_FAULTS, LAYOUT_FAULTS)

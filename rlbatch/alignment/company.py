@@ -12,9 +12,12 @@ from rlbatch.catalogue import finding
 from rlbatch.errors import Finding
 from rlbatch.soundness.values import VALUE_FAULTS
 
-CERTAIN = {"unexplained", "trainer-not-finite", *(fault.code for fault in VALUE_FAULTS)} - {
-    "logprob-positive"
-}
+CERTAIN = {
+    "unexplained",
+    "trainer-logprobs-differ",
+    "trainer-not-finite",
+    *(fault.code for fault in VALUE_FAULTS),
+} - {"logprob-positive"}
 """Codes of values that cannot be, whatever the rest shows; but a flipped sign makes values positive."""
 
 

@@ -17,9 +17,9 @@ from rlbatch.alignment.evidence import Evidence
 from rlbatch.alignment.families import FAMILIES
 from rlbatch.alignment.logits import WINDOW_TOKENS, require_finite, require_same_rows
 from rlbatch.alignment.seen import Seen
-from rlbatch.alignment.subtle_limits import LOOK_ELEMENTS
+from rlbatch.alignment.subtle_limits import AGAIN_MEAN, LOOK_ELEMENTS, RESTLESS_SHARE
 from rlbatch.errors import Where
-from rlbatch_kernels import token_logprobs
+from rlbatch_kernels import RESIDUAL_CLIP, token_logprobs
 
 Values = NDArray[np.float64]
 
@@ -40,14 +40,26 @@ class Exhibit:
     """[n] nats, as passed to the gate."""
     again: Values | None
     """[n] nats, of the logits asked for: a second pass of the trainer; None where nobody was asked."""
+    third: Values | None
+    """[n] the same of a third pass; `again` where that agrees with the trainer, and none was needed."""
     own_position: Values | None
     """[n] nats, of the logits one position later, as without causal shift; NaN at the end."""
+    next_id: Values | None
+    """[n] nats, of the next token under the own logits, as shifted twice; NaN at the end."""
     target_logits: Values | None
     """[n] logit of each token over the temperature."""
     collision: Values | None
     """[n] sum over the vocabulary of squared probabilities: 1 where the trainer is certain of one token."""
     predictions: tuple[Values | None, ...]
     """[n, P] nats, one of each of `FAMILIES`; None where it takes logits that nobody gave."""
+
+    @property
+    def is_restless(self) -> bool:
+        """Whether two passes over the same tokens differ about as much as the values passed do from one."""
+        if self.again is None or self.third is None:
+            return False
+        apart = _mean(self.third - self.again)
+        return apart >= max(AGAIN_MEAN, RESTLESS_SHARE * _mean(self.trainer - self.again))
 
     @property
     def stated(self) -> Values:
@@ -93,7 +105,8 @@ def exhibit_of(
     if not parts:
         return None
     whole = joined(parts)
-    if whole.again is not None:
+    # A trainer that gives something else each time speaks of the rows asked for all the same.
+    if whole.again is not None and not whole.is_restless:
         require_same_rows(whole.again, whole.trainer, whole.inference, place=whole.place)
     return whole
 
@@ -114,7 +127,9 @@ def joined(parts: Sequence[Exhibit]) -> Exhibit:
         inference=np.concatenate([part.inference for part in parts]),
         trainer=np.concatenate([part.trainer for part in parts]),
         again=column("again"),
+        third=column("third"),
         own_position=column("own_position"),
+        next_id=column("next_id"),
         target_logits=column("target_logits"),
         collision=column("collision"),
         predictions=tuple(
@@ -131,12 +146,14 @@ def _window(part: Evidence, start: int) -> Window:
     if not usable.any():
         return None, 0
     logits = None if part.ask is None else part.ask(0, len(part.trained))
-    again = own = target = None
+    again = third = own = after = target = None
     if logits is not None:
         ids = torch.from_numpy(part.ids)
         again = require_finite(_logprobs(logits, ids, part.divisor), place=part.place)
         target = logits.gather(1, ids[:, None])[:, 0].double().numpy() / part.divisor
         own = np.append(_logprobs(logits[1:], ids[:-1], part.divisor), np.nan)
+        after = np.append(_logprobs(logits[:-1], ids[1:], part.divisor), np.nan)
+        third = again if _mean((part.trainer - again)[usable]) < AGAIN_MEAN else second_pass(part)
     stated = np.where(usable, part.trainer, 0.0) if again is None else again
     first = part.first_token
     seen = Seen(
@@ -159,11 +176,26 @@ def _window(part: Evidence, start: int) -> Window:
         inference=part.inference[usable],
         trainer=part.trainer[usable],
         again=None if again is None else again[usable],
+        third=None if third is None else third[usable],
         own_position=None if own is None else own[usable],
+        next_id=None if after is None else after[usable],
         target_logits=None if target is None else target[usable],
         collision=None if logits is None else seen.collision[usable],
         predictions=predictions,
     ), 0 if logits is None else int(logits.shape[1])
+
+
+def second_pass(evidence: Evidence) -> Values:
+    """[N] nats, of the logits that somebody gives for all of the evidence: at most `WINDOW_TOKENS`."""
+    if evidence.ask is None:
+        raise ValueError("nobody gives logits")
+    logits = evidence.ask(0, len(evidence.trained))
+    again = _logprobs(logits, torch.from_numpy(evidence.ids), evidence.divisor)
+    return require_finite(again, place=evidence.place)
+
+
+def _mean(differences: Values) -> float:
+    return float(np.minimum(np.abs(differences), RESIDUAL_CLIP).mean())
 
 
 def _logprobs(logits: Tensor, ids: Tensor, divisor: float) -> Values:

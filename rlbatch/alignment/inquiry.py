@@ -12,10 +12,12 @@ from numpy.typing import NDArray
 
 from rlbatch.alignment.evidence import Evidence, Rows
 from rlbatch.alignment.hypotheses import EXACT, SINGLE, Hypothesis, first_found, off_from
+from rlbatch.alignment.hypotheses.own_list import is_of_places, of_either, of_trainer
 from rlbatch.alignment.hypotheses.passes import LEAK_FIRST_TOKENS, LEAK_LEAST, leak_by_index
 from rlbatch.alignment.hypotheses.places import shifted_by_rule
 from rlbatch.alignment.lags import whole_shift
 from rlbatch.alignment.limits import (
+    COMPANY_MIN,
     FLOOR_MOST,
     LAG_ACCEPTED_SHARE,
     OUTLIER_TOKEN,
@@ -26,6 +28,7 @@ from rlbatch.alignment.limits import (
 from rlbatch.alignment.logits import LogitsFor
 from rlbatch.alignment.measure import COLUMN, Measured
 from rlbatch.alignment.scene import Scene, place_of, usual_mean
+from rlbatch.alignment.subtle_limits import SIDE_ACQUITTED
 from rlbatch.errors import Finding
 from rlbatch.soundness.values import POSITIVE_TOLERANCE
 
@@ -56,12 +59,34 @@ class Inquiry:
         told: dict[int, Finding] = {}
         if len(shifts) > 1:
             told = shifted_by_rule(self._suspects, shifts, self._everyone().everyone)
-        return self._with(told, EXACT, set())
+        return self._whose(self._with(told, EXACT, set()))
 
     def single(self, told: Collection[int]) -> dict[int, Finding]:
         """What is found of suspects besides those of which something is told already."""
         found = self._with({}, SINGLE, set(told))
         return found if told else self._leaks(found)
+
+    def _whose(self, told: dict[int, Finding]) -> dict[int, Finding]:
+        """The same, told of the trainer's list where its logits say so; of either where nobody is asked."""
+        places = [at for at, found in told.items() if is_of_places(found)]
+        if not any(self.evidence(at).ask is not None for at in places):
+            return told | self._either({at: told[at] for at in places})
+        whose = dict(told)
+        acquitted = 0
+        for at in places:
+            whose[at] = of_trainer(told[at], self.evidence(at))
+            acquitted += whose[at] is told[at]
+            if acquitted == SIDE_ACQUITTED and acquitted == places.index(at) + 1:
+                break
+        return whose
+
+    def _either(self, told: dict[int, Finding]) -> dict[int, Finding]:
+        """Whole lists that are out of place alike: two lists alone do not say which of them is."""
+        heard = int((self._column("num_compared") >= PEERS_MIN_TOKENS).sum())
+        alike = len({(found.code, found.likely) for found in told.values()}) == 1
+        if not alike or len(told) < max(COMPANY_MIN, heard):
+            return told
+        return {at: of_either(found) for at, found in told.items()}
 
     def _with(
         self, told: dict[int, Finding], hypotheses: tuple[Hypothesis, ...], without: set[int]
@@ -149,7 +174,7 @@ class Inquiry:
             for name in ("num_compared", "sum_abs_log_ratio")
         )
         heard = np.flatnonzero(count >= PEERS_MIN_TOKENS)
-        named = {found.code for found in told.values()} - {"unexplained"}
+        named = {found.code for found in told.values()} - {"unexplained", "trainer-logprobs-differ"}
         # A few tokens may all be certain, and agree better than those of any other row.
         if named or count[0] < LEAK_FIRST_TOKENS:
             return told

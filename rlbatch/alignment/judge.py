@@ -22,6 +22,7 @@ from rlbatch.alignment.measure import COLUMN, Measured
 from rlbatch.alignment.pools import Pool
 from rlbatch.alignment.ratio_means import ratio_findings
 from rlbatch.alignment.scene import place_of
+from rlbatch.alignment.strays import MOST_STRAYS, Stray, in_other_batches
 from rlbatch.alignment.subtle_limits import LOOK_TURN_TOKENS
 from rlbatch.catalogue import finding
 from rlbatch.errors import Finding, Where
@@ -61,6 +62,8 @@ class Judge:
     """Complete after `settle`."""
     pools: dict[Provenance, Pool] = field(default_factory=dict)
     """Segments without a cause of their own, by provenance, until `settle`."""
+    strays: list[Stray] = field(default_factory=list)
+    """Rows that are off without a cause, until `settle`."""
     num_trained: int = 0
     num_excluded_segments: int = 0
     """Segments with an accepted cause, or not comparable."""
@@ -109,7 +112,14 @@ class Judge:
                 _ratio_tail(inquiry.evidence(at), self.limits)
             )
         for at, found in single.items():
-            self._pool_of(batch.provenances[at]).findings.append(found)
+            pool = self._pool_of(batch.provenances[at])
+            if found.code == "dropout-on":
+                # It is on in all rows of the step, and what was found of them beside it is its work.
+                pool.cause = found
+            else:
+                pool.findings.append(found)
+            if found.code == "unexplained" and found.severity == "error" and len(self.strays) < MOST_STRAYS:
+                self.strays.append(Stray.of(inquiry.evidence(at), found))
         self.num_excluded_segments += int((~kept).sum())
         for provenance, mine in measured.by_provenance:
             pool = self._pool_of(provenance)
@@ -123,6 +133,12 @@ class Judge:
     def settle(self) -> None:
         """Judge what pools of segments show together: then findings and drift are complete."""
         pools, self.pools = self.pools, {}
+        causes = [pool.cause for pool in pools.values() if pool.cause is not None]
+        restless = next((cause for cause in causes if cause.code == "dropout-on"), None)
+        if restless is not None:
+            for pool in pools.values():
+                pool.cause = restless
+        placed, self.strays = in_other_batches(self.strays), []
         doubts: list[Finding] = []
         for pool in pools.values():
             told = self.findings if pool.is_explained else doubts
@@ -131,7 +147,7 @@ class Judge:
             if pool.is_explained:
                 self.num_excluded_segments += pool.num_segments
             else:
-                self.findings += pool.findings
+                self.findings += [placed.get(id(found), found) for found in pool.findings]
                 self.drift.merge(pool.drift)
         # A doubt says nothing beside what is told for sure.
         self.findings += [] if self.findings else doubts

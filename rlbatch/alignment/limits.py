@@ -192,3 +192,8 @@ ROWS_HEAD = 64
 ROWS_CANDIDATES = 8
 RULE_MIN_ROWS = 3
 """Rows from which a rule among their lags can be told from chance; one that it leaves in place is one too."""
+RULE_MIN_VALUES, RULE_MIN_VALUES_ALL_MOVED = 2, 3
+"""Different lengths, paddings or numbers among them, and where the rule leaves no row in place.
+
+Lags of -1, -1 and -3, drawn at random, follow prompts of 23, 23 and 25.
+"""

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from rlbatch.alignment.drift import Drift, chosen_rows
 from rlbatch.alignment.exhibits import Exhibit, exhibit_of, joined
 from rlbatch.alignment.hypotheses.distributions import distribution_finding, other_distribution
-from rlbatch.alignment.hypotheses.passes import trainer_fault
+from rlbatch.alignment.hypotheses.own_list import trainer_fault
 from rlbatch.alignment.hypotheses.prefix import prefix_differs
 from rlbatch.alignment.hypotheses.versions import versions_mixed_in_pool
 from rlbatch.alignment.inquiry import Inquiry
@@ -89,11 +89,11 @@ class Pool:
         return len(kept) > before
 
     def _judge(self) -> Finding | None:
-        whole = joined(self.exhibits)
         worst = max(self.exhibits, key=lambda each: float(np.abs(each.inference - each.trainer).mean()))
-        told = trainer_fault(whole, where=worst.place)
+        told = trainer_fault(self.exhibits, where=worst.place)
         if told is not None:
             return told
+        whole = joined(self.exhibits)
         winner = other_distribution(whole, most_left=LEFT_MOST, current=True)
         if winner is not None:
             scope = f" of {len(self.exhibits)} turns of one provenance"

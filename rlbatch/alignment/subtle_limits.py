@@ -73,6 +73,24 @@ NOISY_ZEROS_LEFT = 0.4
 
 AGAIN_MEAN = 0.03
 """Mean |difference| of two passes of the trainer, nats, from which they disagree: bf16 leaves under 0.005."""
+RESTLESS_SHARE = 0.25
+"""Of the difference between passed logprobs and those of the logits, by which two answers must differ.
+
+Dropout makes all three differ alike; kernels that add up in another order each time move the last digits.
+"""
+OWN_LEAST = 0.01
+"""Mean |difference| of passed logprobs and those of the logits, nats, from which it is asked how they differ.
+
+Twice what bf16 leaves: an explanation leaves next to nothing of it, whatever the engine's noise.
+"""
+OWN_LEFT_SHARE = 0.25
+"""Most that an explanation may leave of it."""
+OWN_SCALED_SHARE, OWN_LEAST_SCALE = 0.05, 0.2
+"""The same of one free factor, and the least factor: values near 0 are any logprob times next to nothing."""
+SIDE_TOKENS = 64
+"""Tokens of a segment whose logits say whose list is the one that is out of place."""
+SIDE_ACQUITTED = 8
+"""Segments in which the logits agree with the trainer's list, from which it is asked of no further ones."""
 
 SPAN_MIN_GAIN = 30.0
 """Log likelihood ratio, nats, of two sizes of differences in one turn over one: the place is chosen too."""

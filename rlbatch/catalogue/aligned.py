@@ -215,9 +215,19 @@ ENTRIES = (
         level="aligned",
         severity="error",
         symptom="Two passes of the trainer over the same tokens disagree.",
-        check="Trainer logprobs that were passed against those of the logits asked for: every turn differs.",
-        likely="dropout in one of the passes, or rows that are scored otherwise in a batch than alone",
-        fix="call model.eval() for both passes; if they still differ, score one row alone and in its batch",
+        check="Logits are asked for twice: their logprobs differ as much as those that were passed do.",
+        likely="dropout, or another layer that draws at random, is on in the trainer's passes",
+        fix="call model.eval(), or set every dropout of the configuration to 0, for all passes",
+    ),
+    Entry(
+        code="trainer-logprobs-differ",
+        level="aligned",
+        severity="error",
+        symptom="The trainer logprobs that were passed are not those of the model's logits.",
+        check="Passed logprobs against those of the logits asked for, which two passes give alike.",
+        likely="other weights (a stale copy), another micro-batch, dropout in the passed ones alone, or rows "
+        "scored otherwise in a batch than alone (left padding without a mask)",
+        fix="pass rlbatch.scoring.trainer_logprobs(model, batch); if that fits, compare your own with it",
     ),
     Entry(
         code="confident-disagreement",

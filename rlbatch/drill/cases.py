@@ -46,7 +46,15 @@ RUN = SetUp(trainer_version=TRAINER_VERSION, max_version_lag=4, group_size=GROUP
 ALWAYS_ALL = frozenset(
     (
         *("temperature-mismatch", "divided-by-temperature", "truncation-renormalized", "penalties-applied"),
-        *("prefix-differs", "dropout-on", "boundary-leak", "kld-high", "nothing-trained", "stale"),
+        *(
+            "prefix-differs",
+            "dropout-on",
+            "trainer-logprobs-differ",
+            "boundary-leak",
+            "kld-high",
+            "nothing-trained",
+            "stale",
+        ),
         # New weights meet all replies that are under way.
         "mixed-versions",
     )

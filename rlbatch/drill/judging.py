@@ -92,12 +92,17 @@ def _logits_for(rows: Sequence[tuple[Scored, Origin]]) -> LogitsFor | None:
     """The rows' own logits; None where they have none."""
     if not all(scored.logits.shape[1] for scored, _ in rows):
         return None
-    by_index = {origin.index: scored.logits for scored, origin in rows}
+    by_index = {origin.index: scored for scored, origin in rows}
+    # Each answer is another pass; the same drill gets the same ones.
+    rng = np.random.default_rng(0)
 
     def answer(batch: Batch, index: int, start: int, stop: int) -> Tensor:
         ref = batch.ref_of(batch.host_segments[index])
-        first = ref.token_offset
-        return torch.from_numpy(by_index[ref.index][start - first : stop - first])
+        first, scored = ref.token_offset, by_index[ref.index]
+        logits = scored.logits[start - first : stop - first]
+        if scored.dropout:
+            logits = logits + rng.normal(0, scored.dropout, logits.shape)
+        return torch.from_numpy(logits)
 
     return answer
 

@@ -212,11 +212,24 @@ def _joined(samples: Sequence[Sample]) -> Sample:
 
 def _dropout_on(scored: Scored, rng: np.random.Generator) -> Scored:
     # A pass with dropout has other logits than the next one: about 0.05 nats of KLD between the two.
-    at = _sampled(scored)
     if not long_segments(scored.sample, min_length=16):
         return scored
+    spread = rng.uniform(0.3, 0.7)
+    return replace(_with_other_logits(scored, spread, rng), dropout=spread)
+
+
+def _trainer_logprobs_differ(scored: Scored, rng: np.random.Generator) -> Scored:
+    # The list is of other weights than those of the model, which gives the same logits each time.
+    if not long_segments(scored.sample, min_length=16):
+        return scored
+    return _with_other_logits(scored, rng.uniform(0.3, 0.7), rng)
+
+
+def _with_other_logits(scored: Scored, spread: float, rng: np.random.Generator) -> Scored:
+    """The list is of logits that are off by chance, those of the model stay."""
+    at = _sampled(scored)
     rows = _predicting(scored, at)
-    noisy = rows + rng.normal(0, rng.uniform(0.3, 0.7), rows.shape)
+    noisy = rows + rng.normal(0, spread, rows.shape)
     return _with_trainer(scored, at, _log_softmax(noisy)[np.arange(len(at)), scored.sample.token_ids[at]])
 
 
@@ -273,5 +286,10 @@ MODELLED = (
         code="dropout-on",
         story="The trainer's model was left in training mode.",
         corrupt=_each(_dropout_on),
+    ),
+    ModelFault(
+        code="trainer-logprobs-differ",
+        story="The trainer's logprobs were computed by a copy of the model that missed an update.",
+        corrupt=_each(_trainer_logprobs_differ),
     ),
 )

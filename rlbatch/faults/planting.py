@@ -35,6 +35,8 @@ class Scored:
     """[T] nats at the sample's temperature; entry t is of token t; NaN where token t was not sampled."""
     logits: NDArray[np.floating[Any]]
     """[T, V] of the sequence: row t predicts token t + 1; as the model gives them, not divided."""
+    dropout: float = 0.0
+    """Spread, in logits, of what each further pass adds to them by chance."""
 
 
 Score = Callable[[Sample], Scored]

@@ -15,7 +15,7 @@ from rlbatch.alignment.hypotheses.distributions import (
     is_hopeless,
     other_distribution,
 )
-from rlbatch.alignment.hypotheses.passes import trainer_fault, untold_pass
+from rlbatch.alignment.hypotheses.own_list import trainer_fault, untold
 from rlbatch.alignment.hypotheses.places import rows_permuted, shifted, shifted_from
 from rlbatch.alignment.hypotheses.remainder import doubtful, unexplained, unlike_its_peers
 from rlbatch.alignment.hypotheses.spans import last_tokens_wrong, span_cause
@@ -66,7 +66,7 @@ def another_distribution(evidence: Evidence) -> Finding | None:
     )
     if exhibit is None:
         return None
-    told = trainer_fault(exhibit, where=evidence.place) or untold_pass(exhibit, where=evidence.place)
+    told = trainer_fault([exhibit], where=evidence.place) or untold(exhibit, where=evidence.place)
     if told is not None:
         return told
     winner = winner_of(exhibit)

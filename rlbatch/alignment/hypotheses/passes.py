@@ -1,50 +1,16 @@
-"""Two passes of the trainer over the same tokens: what they differ in is a fault of the trainer's side."""
+"""Two passes of the trainer over many segments: do they differ along the pack, or in all of it?"""
 
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
-from rlbatch.alignment.exhibits import Exhibit
-from rlbatch.alignment.limits import LAG_ACCEPTED_SHARE, LEFT_MOST
+from rlbatch.alignment.exhibits import Exhibit, joined
+from rlbatch.alignment.hypotheses.own_list import mean as _mean
+from rlbatch.alignment.hypotheses.own_list import nameless
+from rlbatch.alignment.limits import LAG_ACCEPTED_SHARE
 from rlbatch.alignment.subtle_limits import AGAIN_MEAN
 from rlbatch.catalogue import finding
 from rlbatch.errors import Finding, Where
-from rlbatch_kernels import RESIDUAL_CLIP
-
-Values = NDArray[np.float64]
-
-
-def trainer_fault(exhibit: Exhibit, *, where: Where) -> Finding | None:
-    """The trainer logprobs that were passed are not those that follow from its logits."""
-    if exhibit.again is None or exhibit.own_position is None or exhibit.target_logits is None:
-        return None
-    apart = _mean(exhibit.trainer - exhibit.again)
-    if apart < AGAIN_MEAN:
-        return None
-    told = f"{apart:.3g} nats from the logprobs of its logits over {len(exhibit.trainer)} tokens"
-    least = min(LEFT_MOST, LAG_ACCEPTED_SHARE * apart)
-    if _mean(exhibit.trainer - exhibit.target_logits) < least:
-        return _told("logits-not-logprobs", where, f"{told}; the logits themselves leave nothing")
-    has_next = np.isfinite(exhibit.own_position)
-    if has_next.any() and _mean((exhibit.trainer - exhibit.own_position)[has_next]) < least:
-        return _told("no-causal-shift", where, f"{told}; those one position later leave nothing")
-    return None
-
-
-def untold_pass(exhibit: Exhibit, *, where: Where) -> Finding | None:
-    """The trainer's logits agree with the engine and its logprobs do not: the engine has no part in it."""
-    if exhibit.again is None:
-        return None
-    apart, left = _mean(exhibit.trainer - exhibit.again), _mean(exhibit.inference - exhibit.again)
-    if apart < AGAIN_MEAN or left > LAG_ACCEPTED_SHARE * apart:
-        return None
-    return _told(
-        "unexplained",
-        where,
-        f"{apart:.3g} nats from the logprobs of its logits over {len(exhibit.trainer)} tokens, which are "
-        f"{left:.3g} from the engine's",
-    )
 
 
 def passes_disagree(exhibits: Sequence[Exhibit]) -> bool:
@@ -73,23 +39,12 @@ def passes_differ(exhibits: Sequence[Exhibit]) -> Finding | None:
         by_index = ", ".join(f"{value:.3g}" for value in [max(first), *later[:5]])
         return _told("boundary-leak", where, f"{told}; by index in the pack {by_index}")
     # In a pack whose first sequence nobody looked at the two look alike.
-    if (later and not first) or not _most_differ(apart) or _mean(differences) >= MOST_BY_CHANCE:
+    if (later and not first) or not _most_differ(apart):
         return None
-    alike = sum(_is_spared(each) for each, _ in heard)
-    if alike:
-        # Dropout spares no row; more than that is not known here.
-        worst = heard[int(np.argmax(apart))][0].place
-        return _told("unexplained", worst, f"{told}; {alike} of {len(heard)} turns are alike in both passes")
-    return _told("dropout-on", where, told)
-
-
-def _is_spared(exhibit: Exhibit) -> bool:
-    """Whether two passes agree on a segment with enough tokens that dropout would have moved."""
-    if exhibit.again is None:
-        return False
-    moved = exhibit.again < UNCERTAIN
-    differences = (exhibit.trainer - exhibit.again)[moved]
-    return len(differences) >= SPARED_MIN and _mean(differences) < AGAIN_MEAN / 4
+    worst = heard[int(np.argmax(apart))][0].place
+    alike = sum(value < AGAIN_MEAN / 4 for value in apart)
+    more = f"; {alike} of {len(heard)} turns are alike in both" if alike else ""
+    return nameless(joined([each for each, _ in heard]), where=worst, more=more)
 
 
 def _most_differ(apart: Sequence[float]) -> bool:
@@ -101,12 +56,6 @@ MOST_SHARE = 0.6
 """Of the segments, which must differ for the pass to be at fault and not some of them."""
 LEAK_MIN_AGAIN = 2
 """Later segments of a pack that must differ while the first does not."""
-UNCERTAIN = -0.2
-"""Nats: dropout hardly moves tokens that are likelier."""
-SPARED_MIN = 16
-"""Such tokens: together they differ as the rest does, if they are dropped out as the rest is."""
-MOST_BY_CHANCE = 0.8
-"""Nats that dropout leaves between two passes: beyond, they are of other tokens."""
 
 
 def leak_by_index(means: Sequence[float], *, where: Where) -> Finding | None:
@@ -137,7 +86,3 @@ def _told(code: str, where: Where, found: str) -> Finding:
     return finding(
         code, where=where, expected="trainer logprobs that a second pass over the sequence gives", found=found
     )
-
-
-def _mean(differences: Values) -> float:
-    return float(np.minimum(np.abs(differences), RESIDUAL_CLIP).mean())

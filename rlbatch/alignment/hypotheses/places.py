@@ -18,6 +18,8 @@ from rlbatch.alignment.limits import (
     ROWS_MIN_VOTES,
     ROWS_OFF,
     RULE_MIN_ROWS,
+    RULE_MIN_VALUES,
+    RULE_MIN_VALUES_ALL_MOVED,
 )
 from rlbatch.catalogue import finding
 from rlbatch.errors import Finding, Where
@@ -106,7 +108,8 @@ def shifted_by_rule(
             kept = [key for key in in_place if lags[key] == 0]
             if any(_should_show(everyone[key], lags[key]) for key in in_place):
                 continue
-            if not _is_a_rule([everyone[key].context for key in (*certain, *kept)], quantity):
+            moved, still = ([everyone[key].context for key in keys] for keys in (certain, kept))
+            if not _is_a_rule(moved, still, quantity):
                 continue
             told = [key for key in shifts if lags[key] in (shifts[key].lag, *shifts[key].rivals)]
             more = (
@@ -117,10 +120,13 @@ def shifted_by_rule(
     return {}
 
 
-def _is_a_rule(followers: Sequence[Context], quantity: Callable[[Context], int]) -> bool:
-    """Whether enough rows follow it, in place or not, and differ in what it goes by."""
-    rows = {context.index: quantity(context) for context in followers}
-    return len(rows) >= RULE_MIN_ROWS and len(set(rows.values())) >= 2
+def _is_a_rule(
+    moved: Sequence[Context], still: Sequence[Context], quantity: Callable[[Context], int]
+) -> bool:
+    """Whether enough rows follow it, and differ in what it goes by: where none is left in place, more so."""
+    rows = {context.index: quantity(context) for context in (*moved, *still)}
+    least = RULE_MIN_VALUES if still else RULE_MIN_VALUES_ALL_MOVED
+    return len(rows) >= RULE_MIN_ROWS and len(set(rows.values())) >= least
 
 
 def _should_show(evidence: Evidence, lag: int) -> bool:
@@ -137,12 +143,14 @@ RULES: tuple[tuple[str, Callable[[Context], int]], ...] = (
 
 
 def rows_permuted(evidence: Evidence) -> Finding | None:
-    """The values are those of another segment of the batch."""
+    """The values are those of another segment of the batch, or of the others that `rows` has."""
     row = _best_row(evidence)
     if row is None:
         return None
     owner = row.owner
     tokens = f"tokens {owner.start}:{owner.stop}"
+    if owner.batch != evidence.place.batch:
+        tokens += f" of micro-batch {owner.batch}"
     return finding(
         "rows-permuted",
         where=evidence.place,

@@ -47,6 +47,8 @@ def unexplained(evidence: Evidence) -> Finding | None:
         where=run.place,
         expected=f"mean |log_ratio| below {GROSS_MEAN} nats, without the largest tenth",
         found=f"{mean:.3g} nats over {int(run.usable.sum())} tokens; {_by_lag(run)}{more}{_untold(evidence)}",
+        likely=_likely(evidence),
+        fix=_fix(evidence),
     )
 
 
@@ -64,7 +66,9 @@ def doubtful(evidence: Evidence) -> Finding | None:
         severity="warning",
         where=evidence.place,
         expected=f"mean |log_ratio| of at most {most:.2f} nats over {len(errors)} tokens",
-        found=f"{errors.mean():.3g} nats; {_by_lag(evidence)}",
+        found=f"{errors.mean():.3g} nats; {_by_lag(evidence)}{_untold(evidence)}",
+        likely=_likely(evidence),
+        fix=_fix(evidence),
     )
 
 
@@ -85,6 +89,8 @@ def unlike_its_peers(evidence: Evidence) -> Finding | None:
         where=evidence.where(bad),
         expected=f"differences as in other turns, where mean |log_ratio| is {evidence.floor:.2g} nats",
         found=f"{errors.mean():.3g} nats over {len(errors)} tokens without the largest{_untold(evidence)}",
+        likely=_likely(evidence),
+        fix=_fix(evidence),
     )
 
 
@@ -95,6 +101,22 @@ def _untold(evidence: Evidence) -> str:
     if is_renormalised(evidence):
         return "; over kept sets no temperature, truncation, penalty or wrong id can be told"
     return "; without logits_for no temperature, truncation, penalty or wrong id can be told"
+
+
+def _could_be_asked(evidence: Evidence) -> bool:
+    return evidence.ask is None and not is_renormalised(evidence)
+
+
+def _likely(evidence: Evidence) -> str | None:
+    if not _could_be_asked(evidence):
+        return None
+    return "other tokens, another model or another distribution, on either side: two lists alone do not say"
+
+
+def _fix(evidence: Evidence) -> str | None:
+    if not _could_be_asked(evidence):
+        return None
+    return "pass logits_for=rlbatch.scoring.logits_for(model): with logits most causes have a name"
 
 
 def _by_lag(evidence: Evidence) -> str:
