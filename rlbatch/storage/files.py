@@ -196,8 +196,8 @@ def claim_directory(directory: Path) -> Callable[[], None]:
 
 
 def _let_go(handle: int, owner: int) -> None:
-    # A process forked meanwhile has the handle too: to close ours would leave the lock to it, and what it lets
-    # go must not unlock ours.
+    # A process forked meanwhile has the handle too: to close ours would leave the lock to it, and what that
+    # process lets go must not unlock ours.
     if os.getpid() == owner:
         with contextlib.suppress(OSError):
             fcntl.flock(handle, fcntl.LOCK_UN)
