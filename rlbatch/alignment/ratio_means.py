@@ -4,8 +4,8 @@ Tokens drawn from q have E[p / q] = 1 for any distribution p of the trainer, nea
 no token and the engine's values are those of q. Renormalised over a kept set, the mean ratio is the mass that
 p gives the set. Penalties, and a temperature with values to match, leave out no token and do not show here.
 
-A trainer that was trained on these very tokens is not any p: it likes those better that were to be liked. So of
-older data, which may have been, only a mean below 1 is told.
+A trainer that was trained on these very tokens is not any p: it likes those better that earned a reward. So
+of older data, on which it may have been, only a mean below 1 is told.
 """
 
 import math
