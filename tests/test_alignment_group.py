@@ -124,7 +124,7 @@ def samples_of_step(rank: int, world: int) -> Any:
     return alignment, 1
 
 
-def loaded(rank: int, names: list[str], steps: list[dict[str, Any]]) -> Any:
+def loaded(rank: int, names: list[str], steps: list[dict[str, Any]], purpose: str = "train") -> Any:
     """A gate of several steps, each of one micro-batch of one sample, as loaders give them."""
     from dataclasses import replace
 
@@ -138,7 +138,7 @@ def loaded(rank: int, names: list[str], steps: list[dict[str, Any]]) -> Any:
     for at, (name, step) in enumerate(zip(names, steps, strict=True)):
         info = {"epoch": 0, "step": at, "index": 0, "num_batches": 1, "num_samples": 2, "num_trajectories": 2}
         ids = list(range(11, 11 + len(TRUTH)))
-        made = collate([sample([1, 5], ids, TRUTH, trajectory_id=name)], layout="packed")
+        made = collate([sample([1, 5], ids, TRUTH, trajectory_id=name)], layout="packed", purpose=purpose)
         batches.append(replace(made, step=StepInfo(**(info | {"num_tokens": 20} | step))))
         trainer = torch.zeros(made.shape)
         trainer[made.loss_mask] = torch.tensor(TRUTH)
@@ -168,9 +168,24 @@ def same_rank(rank: int, world: int) -> Any:
     return loaded(rank, [f"a{share}"], [{"num_loss_tokens": 8 * world, "samples_crc32": 5}])
 
 
+def ranks_forgotten_in_order(rank: int, world: int) -> Any:
+    """Every loader has both steps to itself, in an order of its own."""
+    return loaded(rank, ["b", "a"] if rank else ["a", "b"], [{"num_loss_tokens": 8}] * 2)
+
+
 def ranks_overlap(rank: int, world: int) -> Any:
-    """Every loader has the step to itself, and orders it otherwise."""
+    """Each rank has more of the step than its share."""
+    return loaded(rank, [f"a{rank}"], [{"num_loss_tokens": 8, "samples_crc32": 5}])
+
+
+def stores_of_their_own(rank: int, world: int) -> Any:
+    """Each rank trains what it sampled itself."""
     return loaded(rank, [f"a{rank}"], [{"num_loss_tokens": 8}])
+
+
+def same_audit(rank: int, world: int) -> Any:
+    """All ranks look at the same samples, which none of them trains."""
+    return loaded(rank, ["a"], [{"num_loss_tokens": 8, "samples_crc32": 5}], purpose="audit")
 
 
 def version_type(rank: int, world: int) -> Any:
@@ -270,6 +285,7 @@ CASES = (
     *(version_of_trainer, limits, samples_of_step, last_of_three, accumulation, tail_on_one),
     *(many_ages, bad_callback, deferred_by_one, batch_from_one, incomparable_on_one),
     *(two_steps, two_steps_differ, ranks_forgotten, same_rank, ranks_overlap),
+    *(ranks_forgotten_in_order, stores_of_their_own, same_audit),
 )
 
 
@@ -367,6 +383,7 @@ def ranks(request, tmp_path_factory):
         ("two_steps_differ", "ranks-differ", False),
         ("ranks_forgotten", "ranks-differ", False),
         ("same_rank", "ranks-differ", False),
+        ("ranks_forgotten_in_order", "ranks-differ", False),
     ],
 )
 def test_every_rank_raises_the_same_error(ranks, case, code, on_every_rank):
@@ -438,9 +455,10 @@ def test_ranks_that_hold_the_same_samples_are_told_and_how_to_share_them_out(ran
     assert found.expected.startswith("the 8 trained tokens of the step")
 
 
-def test_own_shares_of_several_steps_are_nobodys_twice(ranks):
+@pytest.mark.parametrize("case", ["two_steps", "stores_of_their_own", "same_audit"])
+def test_own_shares_and_what_nobody_trains_are_nobodys_twice(ranks, case):
     for outcomes in ranks:
-        assert (outcomes["two_steps"].error, outcomes["two_steps"].warnings) == (None, ())
+        assert (outcomes[case].error, outcomes[case].warnings) == (None, ())
 
 
 def test_a_late_rank_is_waited_for(ranks):
@@ -485,3 +503,23 @@ def test_more_ages_than_slots_are_all_counted(ranks):
         assert all(
             metrics[f"rlbatch/num_tokens/version_lag_{age}"] == len(ranks) * len(TRUTH) for age in range(20)
         )
+
+
+def test_ranks_that_repeat_each_others_names_have_samples_of_their_own():
+    from dataclasses import replace
+
+    from builders import sample
+
+    from rlbatch.alignment.agreement import occasion_of
+    from rlbatch.collate import collate
+    from rlbatch.packing import StepInfo
+
+    def share(values: list[float]) -> int | None:
+        ids = list(range(11, 11 + len(values)))
+        made = collate([sample([1, 5], ids, values, trajectory_id="0")], layout="packed")
+        info = {"epoch": 0, "step": 0, "index": 0, "num_batches": 1, "num_samples": 1, "num_trajectories": 1}
+        step = StepInfo(**info | {"num_tokens": 2 + len(values), "num_loss_tokens": len(values)})
+        return occasion_of([replace(made, step=step)], is_whole=True, is_early=False).share_crc32
+
+    assert share(TRUTH) == share(TRUTH)
+    assert share(TRUTH) != share(TRUTH[:-1])

@@ -9,7 +9,7 @@ from aligned_cases import batch_of, drawn, judged, log_softmax, told
 from builders import provenance, sample
 
 from rlbatch.alignment import Judge, measure
-from rlbatch.alignment.drift import Drift
+from rlbatch.alignment.drift import UNKNOWN_AGE, Drift
 from rlbatch.alignment.measure import COLUMN
 from rlbatch.alignment.ratio_means import mean_error, ratio_findings
 from rlbatch.collate import collate
@@ -65,6 +65,13 @@ def test_old_data_has_the_same_mean_and_is_told_alike(age):
     found, _, _ = off_in(aged(rows_of(kept=8, noise=0.2)))
     assert f"tokens of version lag {age}" in found.found
     assert told(aged(rows_of(noise=0.2))) == []
+
+
+@pytest.mark.parametrize(("age", "said"), [(0, ["ratio-mean-off"]), (1, []), (UNKNOWN_AGE, [])])
+def test_tokens_that_the_trainer_was_trained_on_may_have_become_likelier(age, said):
+    # A second pass over samples that earned a reward: each of 400 tokens is 2 % likelier by now.
+    drift = drift_of([[1.02] * 20] * 20, drawn=True)
+    assert [found.code for found in ratio_findings({age: drift.total()})] == said
 
 
 def test_raw_values_taken_for_scaled_ones_lie_above():

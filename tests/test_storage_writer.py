@@ -270,6 +270,53 @@ def test_a_writer_that_gave_up_before_its_first_shard_leaves_the_directory_free(
     assert identical(open_reader(tmp_path)[0], plain_sample(1))
 
 
+def test_a_process_forked_meanwhile_keeps_no_directory(tmp_path: Path) -> None:
+    def fails() -> None:
+        nonlocal child
+        with open_writer(tmp_path):
+            child = subprocess.Popen(["sleep", "60"], pass_fds=handles_of(tmp_path))
+            raise LookupError
+
+    child = None
+    with pytest.raises(LookupError):
+        fails()
+    try:
+        assert child is not None
+        assert child.poll() is None
+        open_writer(tmp_path)
+    finally:
+        child.kill()
+        child.wait()
+
+
+def handles_of(directory: Path) -> list[int]:
+    """This process's open handles of a directory, which a fork copies."""
+    links = {int(link.name): link for link in Path("/proc/self/fd").iterdir()}
+    return [number for number, link in links.items() if link.exists() and link.samefile(directory)]
+
+
+def test_a_forked_process_that_lets_go_leaves_the_directory_to_its_writer(tmp_path: Path) -> None:
+    with open_writer(tmp_path) as writer:
+        child = os.fork()
+        if not child:
+            writer._let_go()
+            os._exit(0)
+        os.waitpid(child, 0)
+        with pytest.raises(StorageError, match="a writer is filling"):
+            open_writer(tmp_path)
+
+
+def test_a_writer_that_was_refused_keeps_no_directory(tmp_path: Path) -> None:
+    shard = tmp_path / "x.safetensors"
+    write_shard(shard, [plain_sample(1)])
+    # The error holds all that it passed through, the writer too.
+    with pytest.raises(StorageError) as caught:
+        open_writer(tmp_path)
+    shard.unlink()
+    open_writer(tmp_path)
+    assert caught.value.code == "file-unusable"
+
+
 @pytest.mark.parametrize(("number", "refused"), [(errno.ENOLCK, False), (errno.EIO, True)])
 def test_a_file_system_without_locks_keeps_nobody_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, refused: bool

@@ -68,7 +68,8 @@ class Occasion:
     share_crc32: int | None = None
     """Of the trained samples that this rank holds of them; None where it has none, or no loader gave them."""
     step_loss_tokens: int | None = None
-    """Trained tokens of the steps on all ranks, as the loader says; None where not all of a step is here."""
+    """Trained tokens of the steps on all ranks, as the loader says; None where not all of a step is here, or
+    no other rank has a part of it."""
 
     def numbers(self, judge: Judge) -> list[float]:
         """One a name of `_COMPARED`, and the two that follow."""
@@ -91,17 +92,26 @@ def occasion_of(batches: Sequence[Batch], *, is_whole: bool, is_early: bool) -> 
     # One of each step, in order.
     firsts = list({(step.epoch, step.step): step for step in steps}.values())
     checksums = [step.samples_crc32 for step in firsts]
-    trained = [ref.sample_id for batch in batches if batch.num_loss_tokens for ref in batch.refs]
     # The total of a step says nothing of a part of its micro-batches.
     is_complete = len(steps) == len(batches) == sum(step.num_batches for step in firsts)
+    # What is only looked at may be looked at by every rank.
+    trained = sorted(each for batch in batches if batch.purpose != "audit" for each in _trained_of(batch))
+    # Without a checksum of the step's samples a rank has it to itself, and the others may have their own.
+    is_shared = is_complete and None not in checksums
     return Occasion(
         num_batches=len(batches),
         is_whole=is_whole,
         is_early=is_early,
         samples_crc32=None if None in checksums or not checksums else _crc32(checksums),
         share_crc32=_crc32(trained) if is_complete and trained else None,
-        step_loss_tokens=sum(step.num_loss_tokens for step in firsts) if is_complete else None,
+        step_loss_tokens=sum(step.num_loss_tokens for step in firsts) if is_shared and trained else None,
     )
+
+
+def _trained_of(batch: Batch) -> list[tuple[str, int, int]]:
+    """Each sample that is trained, with its lengths: names may repeat where each rank samples by itself."""
+    lengths = zip(batch.refs, batch.sequence_num_tokens, batch.sequence_num_loss_tokens, strict=True)
+    return [(ref.sample_id, tokens, trained) for ref, tokens, trained in lengths if trained]
 
 
 def _crc32(value: object) -> int:
@@ -242,7 +252,9 @@ def _doubled(rows: Sequence[dict[str, float]], ranks: Sequence[int]) -> Iterator
                 fix=_FIX_SHARES,
             )
             return
-    total, trained = rows[0]["step_loss_tokens"], sum(row["num_trained"] for row in rows)
+    # A rank that has fillers only says none.
+    total = max(row["step_loss_tokens"] for row in rows)
+    trained = sum(row["num_trained"] for row in rows)
     if total != UNKNOWN and trained > total:
         yield finding(
             "ranks-differ",

@@ -72,7 +72,8 @@ class Batch:
     loss_mask: Tensor
     """[B, T] bool; True where the target is trained."""
     advantages: Tensor
-    """[B, T] float32; 0 where the target was not sampled."""
+    """[B, T] float32; 0 where the target was not sampled; NaN where nobody has said it, which is not trained:
+    choose by `loss_mask` before adding up, since 0 times NaN is NaN."""
     temperature: Tensor
     """[B, T] float32; what the target's logits were divided by; 1 where it was not sampled."""
     policy_version: Tensor

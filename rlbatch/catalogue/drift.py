@@ -26,7 +26,8 @@ ENTRIES = (
         level="drift",
         severity="warning",
         symptom="The mean importance ratio is not 1, which it is whatever the trainer's weights.",
-        check="Mean of exp(trainer - inference): 0.01 and five standard errors from 1, over 200 tokens.",
+        check="Mean of exp(trainer - inference): 0.01 and five standard errors from 1, over 200 tokens; of "
+        "older data below 1 only, since training on tokens makes them likelier.",
         likely="sampling was truncated (top-k, top-p, min-p) and nobody stated it; generate of Hugging Face "
         "has top_k 50 unless it is told otherwise",
         fix="state the sampling that was in force, and train it with purpose='train-truncated'; pass "

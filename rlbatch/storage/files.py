@@ -5,13 +5,15 @@ name, which fails where that is taken. A process that is killed at any moment le
 a temporary one: a leftover, which readers ignore and list. Knows nothing of what is in the files.
 """
 
+import contextlib
 import errno
 import fcntl
 import os
 import re
 import secrets
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -165,8 +167,8 @@ def make_directory(directory: Path) -> None:
         ) from error
 
 
-def claim_directory(directory: Path) -> int:
-    """Keep other writers out of a directory until the handle that is given is closed, or the process is gone.
+def claim_directory(directory: Path) -> Callable[[], None]:
+    """Keep other writers out of a directory until what is given is called, or the process is gone.
 
     Where the file system has no locks nobody is kept out; then the second shard of one name is refused.
 
@@ -183,14 +185,23 @@ def claim_directory(directory: Path) -> int:
             directory,
             expected="a directory that no writer has open",
             found="one that a writer is filling",
-            likely="two writers share a directory",
-            fix="give each writer a directory of its own",
+            likely="two writers share a directory, or one of this process was never left",
+            fix="give each writer a directory of its own, and use it in a `with` block",
         ) from error
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             os.close(handle)
             raise unusable(directory, error) from error
-    return handle
+    return partial(_let_go, handle, os.getpid())
+
+
+def _let_go(handle: int, owner: int) -> None:
+    # A process forked meanwhile has the handle too: to close ours would leave the lock to it, and what that
+    # process lets go must not unlock ours.
+    if os.getpid() == owner:
+        with contextlib.suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_UN)
+    os.close(handle)
 
 
 def _place(temporary: Path, path: Path) -> None:

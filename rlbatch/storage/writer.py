@@ -5,7 +5,6 @@ Shards are written once and whole; nothing is ever added to one. Values are stor
 """
 
 import json
-import os
 import weakref
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -100,9 +99,14 @@ class ShardWriter:
         self._num_written = 0
         self._start()
         make_directory(directory)
-        self._let_go = weakref.finalize(self, os.close, claim_directory(directory))
-        listing = list_directory(directory)
-        _require_unused(directory, listing)
+        self._let_go = weakref.finalize(self, claim_directory(directory))
+        try:
+            listing = list_directory(directory)
+            _require_unused(directory, listing)
+        except BaseException:
+            # The error holds this object, and who mends the directory may try again while it handles it.
+            self._let_go()
+            raise
         self.leftovers = listing.leftovers
 
     def __enter__(self) -> Self:
