@@ -113,6 +113,12 @@ TAIL_SHARE = 0.6
 """Tokens of such a run that are rubbish, at least, and their share of it."""
 CACHE_BLOCK = 16
 """Tokens of a block of an engine's prefix cache; vLLM's default."""
+CACHE_GAIN_SHARE = 0.93
+"""Share of the best edge's gain that the end of a block must have for the span to end there.
+
+Of 149 planted spans at a KLD of 0.028 with heavy tails the best edge was the end of the block in 116; of the
+other 33, tokens that are nearly certain or wild by chance had moved it by at most 10.
+"""
 CACHE_MIN_TOKENS = 6
 """Tokens of a span that may be told by where it ends."""
 TAIL_QUIET, TAIL_REST_SHARE = 0.4, 0.02

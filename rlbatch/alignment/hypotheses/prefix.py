@@ -26,6 +26,7 @@ from rlbatch.alignment.subtle_limits import (
     PREFIX_STRATUM,
     PREFIX_SURE_ERRORS,
     PREFIX_SURE_FACTOR,
+    RUBBISH_MEAN,
     UNSURE_BELOW,
 )
 from rlbatch.alignment.tournament import widths
@@ -44,6 +45,9 @@ def prefix_differs(exhibits: Sequence[Exhibit]) -> Finding | None:
     if min(len(early), len(late)) < PREFIX_EARLY:
         return None
     loud, quiet = float(early.mean()), float(late.mean())
+    if loud >= RUBBISH_MEAN:
+        # Values of no weights at all: another prompt moves them, and each is still its own token's.
+        return None
     # One or two wild tokens make no beginning loud.
     if (early > max(2 * quiet, PREFIX_LEAST)).mean() < PREFIX_SHARE_LOUD:
         return None

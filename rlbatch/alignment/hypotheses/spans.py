@@ -9,6 +9,7 @@ from rlbatch.alignment.evidence import Evidence
 from rlbatch.alignment.limits import GROSS_TRIMMED_SHARE, OUTLIER_TOKEN, ZERO_NOISY
 from rlbatch.alignment.subtle_limits import (
     CACHE_BLOCK,
+    CACHE_GAIN_SHARE,
     CACHE_MIN_TOKENS,
     DECAY_FACTOR,
     RUBBISH_MEAN,
@@ -80,6 +81,8 @@ def loud_span(evidence: Evidence) -> Span | None:
     if loud[split] < SPAN_LOUD or size < max(SPAN_LOUD, usual) or others > SPAN_QUIET:
         return None
     edge = int(at[split + 1])
+    if not is_end:
+        edge = _block_edge(evidence, at[1:], gains) or edge
     start, stop = (edge, len(evidence.trained)) if is_end else (0, edge)
     return Span(
         start=start,
@@ -89,6 +92,18 @@ def loud_span(evidence: Evidence) -> Span | None:
         quiet=others,
         quiet_widths=float(quiet[split]),
     )
+
+
+def _block_edge(evidence: Evidence, edges: NDArray[np.intp], gains: NDArray[np.float64]) -> int | None:
+    """The end of a block that explains nearly as much as the best edge does; None where there is none.
+
+    Tokens after a boundary that are wild by chance, or certain ones, move the best edge by a few.
+    """
+    ends = (evidence.first_token + edges) % CACHE_BLOCK == 0
+    if not ends.any():
+        return None
+    best = int(np.where(ends, gains, -np.inf).argmax())
+    return int(edges[best]) if gains[best] >= CACHE_GAIN_SHARE * gains.max() else None
 
 
 def _without_largest(errors: NDArray[np.float64]) -> float:
