@@ -8,7 +8,7 @@ import scoring_cases as cases
 import torch
 import torch.distributed as dist
 from torch import multiprocessing
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
@@ -148,8 +148,12 @@ def _asking_of_one_rank(rank):
     _shard(gathered, ())
     with torch.no_grad():
         trainer_logprobs(gathered, _batch(rank))
+    own = cases.tiny_model("granite")
+    fully_shard(own, mesh=DeviceMesh("cpu", [rank]))
     models = {
         "sharded": sharded,
+        # One trainer beside other processes: all of it lies here.
+        "own": own,
         # The weights of the root stay whole after a forward pass, until they are stepped.
         "gathered": gathered,
         "flat": _wrapped("flat", "granite", ()),
@@ -257,14 +261,15 @@ def test_one_rank_cannot_ask_a_sharded_model_for_logits(kind, found, answers):
         assert "without logits_for" in answer["asking"][kind]
 
 
-def test_one_rank_can_ask_a_replicated_model_while_the_other_does_not(answers):
+@pytest.mark.parametrize("kind", ["replicated", "own"])
+def test_one_rank_can_ask_a_model_that_is_whole_on_it_while_the_other_does_not(kind, answers):
     model = cases.tiny_model("granite")
     segment = _batch(0).host_segments[0]
     with torch.no_grad():
         alone = model(cases.token_ids(cases.make_samples(seed=0)[0])[None]).logits[0]
-    found = answers[0]["asking"]["replicated"]
+    found = answers[0]["asking"][kind]
     torch.testing.assert_close(found, alone[segment.start : segment.stop], atol=1e-5, rtol=0)
-    assert answers[1]["asking"]["replicated"] is None
+    assert answers[1]["asking"][kind] is None
 
 
 @pytest.fixture

@@ -74,7 +74,7 @@ def how_spread(model: nn.Module) -> str | None:
         return None
     for name, module in model.named_modules():
         # What fully_shard has gathered looks whole until the next optimizer step.
-        if isinstance(module, FSDPModule):
+        if isinstance(module, FSDPModule) and not _is_shard_of_one(module):
             return f"fully_shard on {name or 'the model'}"
         if isinstance(module, FullyShardedDataParallel) and dist.get_world_size(module.process_group) > 1:
             return f"FullyShardedDataParallel on {name or 'the model'}"
@@ -84,6 +84,11 @@ def how_spread(model: nn.Module) -> str | None:
         if parameter.numel() == 0:
             return f"{name}: an empty parameter, as ZeRO leaves it outside the forward"
     return None
+
+
+def _is_shard_of_one(module: nn.Module) -> bool:
+    sizes = {each.device_mesh.size() for each in module.parameters() if isinstance(each, DTensor)}
+    return sizes == {1}
 
 
 def model_name(model: nn.Module) -> str:
