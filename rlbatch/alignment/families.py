@@ -251,7 +251,7 @@ FAMILIES: tuple[Family, ...] = (
         kind="min_p",
         parameters=np.exp(np.arange(np.log(0.004), np.log(0.6), 0.1)),
         neutral=(0, 0.005),
-        noisy_neutral=(0, 0.02),
+        noisy_neutral=(0, 0.05),
         predict=_min_p,
     ),
     Family(

@@ -145,6 +145,9 @@ ZERO_DEEP = -1.5
 ZERO_OLD_MIN_EVIDENCE = 2.0
 """The same for data of other weights, which may have been certain where the trainer no longer is."""
 
+ZERO_OLD_MIN_TOKENS, ZERO_OLD_SHARE = 8, 0.5
+"""And so many of them, and this share of all zeros: at a KLD of 0.5 other weights left 4 in 35 tokens."""
+
 WIDE_LAGS = 256
 """Largest lag that is looked for where no small one explains a segment, as of a slice at a wrong column."""
 WIDE_MIN_VOTES = 5
@@ -183,6 +186,8 @@ SIGN_MIN_TOKENS = 4
 """Tokens above 0 that the turned sign must explain."""
 ROWS_MIN_TOKENS = 8
 """Tokens in which one row can be told from another."""
+ROWS_FAR_MIN_TOKENS = 16
+"""The same where all rows are far off, or of older weights: 9 tokens then fit another row by chance."""
 ROWS_OFF = 0.25
 """Mean |log_ratio| to the own trainer logprobs, nats, below which a row is its own."""
 ROWS_MIN_VOTES = 5

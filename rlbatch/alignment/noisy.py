@@ -49,6 +49,12 @@ class Noise:
 
     def score(self, residuals: Values) -> tuple[Values, Values]:
         """Log likelihood [P] of residuals [n, P], nats, up to a constant; and variance [P] in the logits."""
+        said, variance = self.said(residuals)
+        value: Values = said.sum(axis=0)
+        return value, variance
+
+    def said(self, residuals: Values) -> tuple[Values, Values]:
+        """Log likelihood [n, P] of each residual, nats, up to a constant; and variance [P] in the logits."""
         scaled, lean = residuals / self.spread[:, None], (self.lean / self.spread)[:, None]
         apart = np.square(scaled)
         squared = np.median(apart, axis=0) + 1e-8
@@ -56,8 +62,7 @@ class Noise:
             apart = np.square(scaled - np.minimum(VARIANCE * squared, MOST_LEAN) * lean)
             weight = (FREEDOM + 1) / (FREEDOM + apart / squared)
             squared = (weight * apart).mean(axis=0) + 1e-8
-        tails = np.log1p(apart / (FREEDOM * squared)).sum(axis=0)
-        value: Values = -0.5 * len(residuals) * np.log(squared) - (FREEDOM + 1) / 2 * tails
+        value: Values = -0.5 * np.log(squared) - (FREEDOM + 1) / 2 * np.log1p(apart / (FREEDOM * squared))
         return value, VARIANCE * squared
 
     def mean(self, variance: float) -> Values:

@@ -63,13 +63,36 @@ NOISY_MIN_GAIN = 20.0
 
 Clean pools of 4,096 tokens at a KLD of 0.028 reached 8; a top_k of 50 has 29.
 """
-NOISY_MOST_VARIANCE = 0.6
-"""Variance in logits that it may leave: 0.23 is a KLD of 0.028, 0.6 would be one of 0.07."""
+NOISY_MOST_VARIANCE = 0.4
+"""Variance in logits that it may leave: 0.23 is a KLD of 0.028, and 0.4 would be one of 0.05."""
 NOISY_SLOPE = 0.5
 """Differences over those predicted are 1 there within this: top-p that leaves one token leaves no noise
 either, and of planted ones 0.69 to 1.46 was measured."""
 NOISY_ZEROS_LEFT = 0.4
 """Share of exact zeros that it may leave: a buffer has them anywhere. Planted kept sets left up to 0.27."""
+
+RIVAL_TURNS = 5
+"""Turns from which more than an engine's own noise may be left: other weights fit one turn by chance."""
+RIVAL_LEFT, RIVAL_FEW_LEFT, RIVAL_TOKENS = 0.985, 0.9, 2048
+"""Share of the differences that a temperature or a penalty may leave beneath noise, of so many tokens, and of
+fewer: other weights, told as one by the bulk of their tokens, left 1.00 to 1.05 of 2,048 tokens and 0.977 of
+1,328. At a KLD of 0.028 a temperature 10 % off leaves 0.86 to 1.00, one 27 % off 0.65."""
+RIVAL_RATIO, RIVAL_RATIO_ERRORS = 0.7, 7.0
+"""Share of the predicted mean ratio that must be there, and standard errors over turns from 0.
+
+Planted kept sets and divisors at a KLD of 0.028 have 0.77 to 1.15, 8.5 standard errors or more, and other
+weights -0.1 to 1.1, 6.1 or fewer: their largest ratios are rare.
+"""
+RIVAL_RATIO_MOST = 10.0
+"""Largest ratio of one token that is counted: tails of noise must not decide."""
+RIVAL_HALF = 0.15
+"""Share of the gain that each half of the turns must have."""
+RIVAL_BASE_LEFT = 0.25
+"""Share of the differences that base 10 may leave: it divides noise as well. Planted at a KLD of 0.028 it
+left 0.14 at most, other weights told as base 10 left 0.41 to 0.43."""
+RIVAL_DIVISOR = 0.06
+"""Relative distance of a divisor from the stated temperature, beyond which it must leave no noise: whoever
+divides logprobs by a temperature states it. Planted ones were told within 0.035."""
 
 AGAIN_MEAN = 0.03
 """Mean |difference| of two passes of the trainer, nats, from which they disagree: bf16 leaves under 0.005."""
@@ -149,6 +172,8 @@ bf16 differences grow by 2.3 over 400 tokens by themselves.
 """
 VERSION_POOL_TURNS, VERSION_POOL_NOISE = 3, 0.02
 """Turns in which it must show, and nats that their quiet part has at least: a KLD of 0.003 leaves 0.06."""
+SPAN_REST_TOKENS = 16
+"""Tokens that must be quiet after a beginning that is another prompt's: 5 tokens may all be certain."""
 DECAY_FACTOR = 2.0
 """First half of a loud beginning over its second half: a prefix that differs is forgotten."""
 PREFIX_EARLY, PREFIX_LATE = 8, 24
@@ -170,6 +195,9 @@ Clean pools reached 3.6, at any noise.
 PREFIX_QUIET, PREFIX_FACTOR, PREFIX_QUIET_ERRORS = 0.08, 2.0, 3.3
 """The same where unsure late tokens are off by at most 0.08 widths, and early ones by twice as many nats as
 late ones: engines leave 0.02 widths, and a KLD of 0.003 leaves 0.12."""
+PREFIX_NOISY_FACTOR = 3.2
+"""Nats of early tokens over late ones elsewhere: other weights begin louder by 2.0 to 2.7, having little to
+go by, and planted prompts at a KLD of 0.028 by 4.4 and more."""
 PREFIX_LOUD, PREFIX_LOUD_ERRORS, PREFIX_SURE_FACTOR = 0.02, 2.4, 5.0
 """And where early ones have 0.02 nats as well; five times the late ones make it an error at 3.3."""
 
@@ -220,5 +248,11 @@ CONFIDENT_BELOW = -0.6932
 CONFIDENT_OFF = 2.0
 """Nats that the trainer must be lower."""
 CONFIDENT_MIN_TOKENS = 4
+CONFIDENT_MOST_SHARE, CONFIDENT_FACTOR = 0.25, 5.0
+"""Largest share of such tokens: where more are off, other weights drew. And times as many as the tails of
+noise have; at a KLD of 0.1 other weights left 5 in 337 tokens, where noise of that mean has one."""
+CONFIDENT_NEARLY = 1.0
+"""Nats from which a token is nearly one: tails of noise and other weights leave four times as many that are
+one to two nats off as lie beyond, a kernel that is wrong for some inputs leaves hardly any."""
 CONFIDENT_MIN_SHARE = 0.005
 """Such tokens in a turn, from which noise is no excuse; and their share, where there is noise in the rest."""

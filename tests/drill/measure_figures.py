@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from bootstrap import Step, bootstrapped
+from other_weights import judged_with_other_weights
 from truths import is_right
 
 from rlbatch.alignment import Judge, measure
@@ -44,6 +45,10 @@ POOL_SAMPLES = 1536
 STEP_ROWS = 128
 """Clean rows that are judged together, as one step of a trainer."""
 TOLD_ROWS = 100 * STEP_ROWS
+LOGITS_ROWS = 1200
+"""Clean rows that are judged with their logits too: some causes are asked about only then."""
+OTHER_WEIGHTS_LEVEL = "fp32"
+"""Other weights are noise themselves: they are judged where there is no other."""
 SOUND_LEVEL = "fp32"
 """Faults that samples alone show know nothing of noise: they are planted at this level only."""
 
@@ -80,6 +85,7 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=100, help="of each fault")
     parser.add_argument("--clean", type=int, default=sys.maxsize, help="clean rows, at most")
     parser.add_argument("--bootstrap", type=int, default=0, help="clean rows to make from the real ones")
+    parser.add_argument("--draws", type=int, default=10, help="of other weights, of each kind and size")
     parser.add_argument("--codes", nargs="*", default=None, help="these faults only")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -102,6 +108,14 @@ def stages(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
         yield part | {"cases": cases.as_json(), "sizes": sizes}
     part |= {"cases": cases.as_json(), "sizes": sizes}
     if arguments.codes is None:
+        part["clean_with_logits"] = clean_with_logits(pool, scores)
+        told(f"clean with logits {part['clean_with_logits']}")
+        yield part
+        if arguments.level == OTHER_WEIGHTS_LEVEL:
+            for counts in judged_with_other_weights(model, pool.able, draws=arguments.draws):
+                part["other_weights"] = counts
+                told(f"other weights {counts}")
+                yield part
         rows = [scored_only(scores(sample)) for sample in pool_of(paths, arguments.clean).samples]
         part["clean"] = clean(rows)
         told(f"clean {part['clean']}")
@@ -145,6 +159,18 @@ def planted(
 def scored_only(scored: Scored) -> Scored:
     """Without the logits, which ten thousand rows have no room for."""
     return replace(scored, logits=np.empty((len(scored.sample), 0), np.float32))
+
+
+def clean_with_logits(pool: Pool, scores: Scores) -> dict[str, Any]:
+    """All checks on rows as they are, with logits for those that ask, in steps."""
+    rows = pool.samples[:LOGITS_ROWS]
+    counts: Counter[str] = Counter()
+    places: Counter[str] = Counter()
+    for start in range(0, len(rows), STEP_ROWS):
+        for found in findings_of(rows[start : start + STEP_ROWS], scores, layout="packed"):
+            counts[found.severity] += 1
+            places[found.code] += 1
+    return {"rows": len(rows), **counts, "codes": dict(places)}
 
 
 def clean(rows: Sequence[Scored]) -> dict[str, Any]:

@@ -67,7 +67,8 @@ def another_distribution(evidence: Evidence) -> Finding | None:
     if exhibit is None:
         return None
     told = trainer_fault([exhibit], where=evidence.place) or untold(exhibit, where=evidence.place)
-    if told is not None:
+    if told is not None or not evidence.current:
+        # Weights that have moved since are another distribution, whatever was reported.
         return told
     winner = winner_of(exhibit)
     return None if winner is None else distribution_finding(winner, exhibit, where=evidence.place)

@@ -13,6 +13,7 @@ from rlbatch.alignment.exhibits import Exhibit
 from rlbatch.alignment.families import FAMILIES, Family
 from rlbatch.alignment.limits import LAG_ACCEPTED_SHARE, ZERO_TRAINER_BELOW
 from rlbatch.alignment.noisy import Noise, NoisyFit, between, noisy_fit
+from rlbatch.alignment.rivals import halves_agree, has_ratio, turn_of
 from rlbatch.alignment.subtle_limits import (
     DIVISOR_COST,
     DIVISOR_NEAR_ONE,
@@ -34,6 +35,12 @@ from rlbatch.alignment.subtle_limits import (
     NOISY_SLOPE,
     NOISY_TOKENS,
     NOISY_ZEROS_LEFT,
+    RIVAL_BASE_LEFT,
+    RIVAL_DIVISOR,
+    RIVAL_FEW_LEFT,
+    RIVAL_LEFT,
+    RIVAL_TOKENS,
+    RIVAL_TURNS,
     UNSURE_BELOW,
 )
 from rlbatch.alignment.tournament import Fit, fit
@@ -80,6 +87,8 @@ def other_distribution(exhibit: Exhibit, *, most_left: float, current: bool) -> 
     margin = FAMILY_MIN_MARGIN
     if not _is_exact(best):
         margin = max(margin, FAMILY_MARGIN_SHARE * best.fit.gain)
+    if not _beats_other_weights(best, exhibit):
+        return None
     return best if _worth(best, stated) - max(rivals) >= margin else None
 
 
@@ -134,7 +143,33 @@ def _beneath_noise(exhibit: Exhibit, collision: Values) -> Winner | None:
         and abs(told.slope - 1) <= NOISY_SLOPE
         and worth - max(value for code, value in rivals if code != family.code) >= margin
     )
-    return winner if holds else None
+    if not holds or not _beats_other_weights(winner, exhibit):
+        return None
+    said, _ = noise.said(inference[:, None] - np.stack([stated, column[unsure]], axis=1))
+    agreed = halves_agree(said[:, 1] - said[:, 0], turn_of(exhibit.offset)[unsure])
+    return winner if agreed or _is_exact(winner) else None
+
+
+def _beats_other_weights(winner: Winner, exhibit: Exhibit) -> bool:
+    """Whether other weights would not look like it as well, where more than an engine's own noise is left."""
+    family, found = winner.family, winner.fit
+    off = float(np.minimum(np.abs(exhibit.inference - exhibit.stated), RESIDUAL_CLIP).mean())
+    if found.width <= NOISY_LEFT:
+        return True
+    if _is_exact(winner):
+        return family.parameters[0] != 10 or found.width <= RIVAL_BASE_LEFT * off
+    if len(np.unique(turn_of(exhibit.offset))) < RIVAL_TURNS:
+        return False
+    if family.kind == "divisor" and abs(found.parameter / exhibit.divisor - 1) > RIVAL_DIVISOR:
+        return False
+    if exhibit.collision is None or family.code not in ("truncation-renormalized", "divided-by-temperature"):
+        is_long = len(exhibit.inference) >= RIVAL_TOKENS
+        return found.width <= (RIVAL_LEFT if is_long else RIVAL_FEW_LEFT) * off
+    grid = exhibit.predictions[FAMILIES.index(family)]
+    if grid is None:
+        return False
+    place = float(np.interp(found.parameter, family.parameters, np.arange(len(family.parameters))))
+    return has_ratio(exhibit, exhibit.collision, between(grid, place))
 
 
 def is_hopeless(exhibit: Exhibit) -> bool:

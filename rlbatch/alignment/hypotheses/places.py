@@ -13,6 +13,7 @@ from rlbatch.alignment.limits import (
     LAG_VOTE,
     PATH_LAGS,
     ROWS_CANDIDATES,
+    ROWS_FAR_MIN_TOKENS,
     ROWS_HEAD,
     ROWS_MIN_TOKENS,
     ROWS_MIN_VOTES,
@@ -173,14 +174,16 @@ class _Row:
 
 def _best_row(evidence: Evidence) -> _Row | None:
     num_usable = int(evidence.usable.sum())
-    if not evidence.comparable or num_usable < ROWS_MIN_TOKENS:
+    is_far = not evidence.current or evidence.floor is None
+    needed = ROWS_FAR_MIN_TOKENS if is_far else ROWS_MIN_TOKENS
+    if not evidence.comparable or num_usable < needed:
         return None
     others = evidence.rows().everyone
     fits = []
     for at in _candidates(evidence):
         own, errors = _against(evidence, others[at])
         # All that the row was given must be there in the other one.
-        if others[at].place != evidence.place and len(errors) >= max(ROWS_MIN_TOKENS, num_usable / 2):
+        if others[at].place != evidence.place and len(errors) >= max(needed, num_usable / 2):
             fits.append((float(errors.mean()), float(own.mean()), at))
     if not fits:
         return None

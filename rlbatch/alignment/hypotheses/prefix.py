@@ -19,6 +19,7 @@ from rlbatch.alignment.subtle_limits import (
     PREFIX_LEAST,
     PREFIX_LOUD,
     PREFIX_LOUD_ERRORS,
+    PREFIX_NOISY_FACTOR,
     PREFIX_QUIET,
     PREFIX_QUIET_ERRORS,
     PREFIX_SHARE_LOUD,
@@ -56,6 +57,9 @@ def prefix_differs(exhibits: Sequence[Exhibit]) -> Finding | None:
     # Of near-certain tokens much noise leaves little as well.
     unsure = (whole.offset >= PREFIX_LATE) & (whole.stated < UNSURE_BELOW)
     is_quiet = bool(unsure.any()) and float(scaled[unsure].mean()) <= PREFIX_QUIET
+    # Other weights differ more where there is little to go by.
+    if not is_quiet and loud < PREFIX_NOISY_FACTOR * quiet:
+        return None
     if loud < PREFIX_LEAST or fading < _errors_needed(loud, quiet, is_quiet=is_quiet):
         return None
     # A beginning is loud by chance now and then: no error, until it is beyond doubt.

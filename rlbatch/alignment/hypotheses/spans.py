@@ -18,6 +18,7 @@ from rlbatch.alignment.subtle_limits import (
     SPAN_MIN_GAIN,
     SPAN_NOISY_MIN_GAIN,
     SPAN_QUIET,
+    SPAN_REST_TOKENS,
     SPAN_WIDTHS,
     TAIL_BEFORE,
     TAIL_MIN_GAIN,
@@ -123,7 +124,9 @@ def span_cause(evidence: Evidence) -> Finding | None:
         return None
     if span.loud >= RUBBISH_MEAN:
         return _cache(evidence, span)
-    return _span_finding("prefix-differs", evidence, span) if _decays(evidence, span) else None
+    rest = np.count_nonzero(evidence.usable[span.stop :])
+    is_prefix = rest >= SPAN_REST_TOKENS and _decays(evidence, span)
+    return _span_finding("prefix-differs", evidence, span) if is_prefix else None
 
 
 def _cache(evidence: Evidence, span: Span) -> Finding | None:

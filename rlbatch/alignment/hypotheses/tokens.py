@@ -8,8 +8,11 @@ from rlbatch.alignment.evidence import Evidence
 from rlbatch.alignment.limits import LAG_VOTE
 from rlbatch.alignment.subtle_limits import (
     CONFIDENT_BELOW,
+    CONFIDENT_FACTOR,
     CONFIDENT_MIN_SHARE,
     CONFIDENT_MIN_TOKENS,
+    CONFIDENT_MOST_SHARE,
+    CONFIDENT_NEARLY,
     CONFIDENT_OFF,
     SLOT_AFTER,
     SLOT_BEFORE,
@@ -202,6 +205,12 @@ def confident_disagreement(evidence: Evidence) -> Finding | None:
     if noise > min(SPAN_QUIET, evidence.most_left):
         return None
     if noise > SLOT_NOISY and len(bad) < CONFIDENT_MIN_SHARE * usable.sum():
+        return None
+    nearly = usable & ~sure & (evidence.inference >= CONFIDENT_BELOW) & (log_ratio < -CONFIDENT_NEARLY)
+    by_noise = usable.sum() * (noise / CONFIDENT_OFF) ** WAKE_POWER
+    if len(bad) <= np.count_nonzero(nearly) or len(bad) < CONFIDENT_FACTOR * by_noise:
+        return None
+    if len(bad) > CONFIDENT_MOST_SHARE * usable.sum():
         return None
     count = f"{len(bad)} of {int(usable.sum())} tokens lower, by {-log_ratio[bad].mean():.3g} nats on average"
     ask = "" if evidence.ask is not None else "; whether other ids fit takes logits_for"

@@ -19,6 +19,8 @@ from rlbatch.alignment.limits import (
     ZERO_NOISY_MIN_TOKENS,
     ZERO_NOISY_SHARE,
     ZERO_OLD_MIN_EVIDENCE,
+    ZERO_OLD_MIN_TOKENS,
+    ZERO_OLD_SHARE,
     ZERO_REST_TOKENS,
     ZERO_TRAINER_BELOW,
 )
@@ -100,6 +102,7 @@ def zero_filled(evidence: Evidence) -> Finding | None:
     zero = evidence.usable & (evidence.inference == 0)
     bad = np.flatnonzero(zero & (evidence.trainer < ZERO_TRAINER_BELOW))
     needed = ZERO_MIN_EVIDENCE if evidence.current else ZERO_OLD_MIN_EVIDENCE
+    num_zeros = np.count_nonzero(zero)
     rest = evidence.at_zero()[evidence.usable & ~zero]
     if evidence.current and len(rest) >= ZERO_REST_TOKENS and rest.mean() > evidence.most_left:
         # All of it is off: the zeros belong to other tokens, as the rest does.
@@ -108,8 +111,11 @@ def zero_filled(evidence: Evidence) -> Finding | None:
         # Where the trainer's own noise takes certainty away, only several clear cases are no chance.
         bad = bad[evidence.trainer[bad] < ZERO_CLEAR]
         # Of many true zeros some are bound to be unsure in the trainer.
-        least = max(ZERO_NOISY_MIN_TOKENS, ZERO_NOISY_SHARE * np.count_nonzero(zero))
+        least = max(ZERO_NOISY_MIN_TOKENS, ZERO_NOISY_SHARE * num_zeros)
         needed = np.inf if len(bad) < least else ZERO_OLD_MIN_EVIDENCE
+    if not evidence.current and len(bad) < max(ZERO_OLD_MIN_TOKENS, ZERO_OLD_SHARE * num_zeros):
+        # Older weights were certain of tokens of which the trainer no longer is.
+        return None
     if -evidence.trainer[bad].sum() < needed:
         return None
     is_deep = np.count_nonzero(evidence.trainer[bad] < ZERO_DEEP) >= ZERO_NOISY_MIN_TOKENS
