@@ -185,8 +185,8 @@ def with_column(value):
         (with_column(math.inf), "batch-mismatch"),
         (with_column(1e30), "batch-mismatch"),
         # An id that the model rules out, and logits without any information: answers, if of no use.
-        (with_column(-math.inf), "unexplained"),
-        (with_column(0.0), "unexplained"),
+        (with_column(-math.inf), "trainer-logprobs-differ"),
+        (with_column(0.0), "trainer-logprobs-differ"),
     ],
 )
 def test_a_callback_that_fails_or_answers_nonsense_is_named(layout, answer, code):

@@ -161,3 +161,29 @@ def test_a_divisor_near_one_is_no_fault_of_its_own():
     rows = [drawn(NUM_TOKENS, seed, noise=0.35) for seed in range(40)]
     softer = [replace(row, inference=row.inference / 1.04) for row in rows]
     assert "divided-by-temperature" not in told(judged(softer, logits=True))
+
+
+def test_rubbish_ends_with_its_block_though_the_next_token_is_wild_too():
+    end = 64
+    rows = rows_of(noise=0.1)
+    # The completion begins at token 3: a block of 16 tokens of the sequence ends at 64.
+    values = rows[4].inference.copy()
+    values[: end - 3] -= np.random.default_rng(0).uniform(3, 8, end - 3)
+    values[end - 3] -= 0.5
+    (found,) = judged([*rows[:4], moved(rows[4], values), *rows[5:]]).findings
+    assert (found.code, found.where.sample) == ("prefix-cache-rubbish", 4)
+    assert (found.where.start, found.where.stop) == (3, end)
+
+
+def test_rubbish_at_the_beginning_of_every_turn_is_no_other_prompt():
+    rng = np.random.default_rng(0)
+    rows = []
+    for row in rows_of(24, noise=0.35):
+        values = row.inference.copy()
+        values[:29] -= rng.uniform(3, 8, 29)
+        rows.append(moved(row, values))
+    assert "prefix-differs" not in told(judged(rows))
+
+
+def moved(row, inference):
+    return replace(row, inference=inference)

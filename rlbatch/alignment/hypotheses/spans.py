@@ -82,7 +82,7 @@ def loud_span(evidence: Evidence) -> Span | None:
     if loud[split] < SPAN_LOUD or size < max(SPAN_LOUD, usual) or others > SPAN_QUIET:
         return None
     edge = int(at[split + 1])
-    if not is_end:
+    if not is_end and _without_largest(parts[0]) >= RUBBISH_MEAN:
         edge = _block_edge(evidence, at[1:], gains) or edge
     start, stop = (edge, len(evidence.trained)) if is_end else (0, edge)
     return Span(
@@ -100,7 +100,7 @@ def _block_edge(evidence: Evidence, edges: NDArray[np.intp], gains: NDArray[np.f
 
     Tokens after a boundary that are wild by chance, or certain ones, move the best edge by a few.
     """
-    ends = (evidence.first_token + edges) % CACHE_BLOCK == 0
+    ends = ((evidence.first_token + edges) % CACHE_BLOCK == 0) & (edges <= edges[gains.argmax()])
     if not ends.any():
         return None
     best = int(np.where(ends, gains, -np.inf).argmax())
