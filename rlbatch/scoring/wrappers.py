@@ -86,7 +86,8 @@ def how_spread(model: nn.Module) -> str | None:
     return None
 
 
-def _is_shard_of_one(module: nn.Module) -> bool:
+def _is_shard_of_one(module: Any) -> bool:
+    """Of a module under fully_shard; False where all of it is gathered, which hides how it is shared out."""
     sizes = {each.device_mesh.size() for each in module.parameters() if isinstance(each, DTensor)}
     return sizes == {1}
 
