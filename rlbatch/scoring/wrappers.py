@@ -74,7 +74,7 @@ def how_spread(model: nn.Module) -> str | None:
         return None
     for name, module in model.named_modules():
         # What fully_shard has gathered looks whole until the next optimizer step.
-        if isinstance(module, FSDPModule) and not _is_shard_of_one(module):
+        if isinstance(module, FSDPModule) and not _is_whole(model.get_submodule(name).parameters()):
             return f"fully_shard on {name or 'the model'}"
         if isinstance(module, FullyShardedDataParallel) and dist.get_world_size(module.process_group) > 1:
             return f"FullyShardedDataParallel on {name or 'the model'}"
@@ -86,8 +86,9 @@ def how_spread(model: nn.Module) -> str | None:
     return None
 
 
-def _is_shard_of_one(module: nn.Module) -> bool:
-    sizes = {each.device_mesh.size() for each in module.parameters() if isinstance(each, DTensor)}
+def _is_whole(parameters: Iterator[nn.Parameter]) -> bool:
+    """Whether fully_shard left all of them on one rank; False where they are gathered, which hides it."""
+    sizes = {each.device_mesh.size() for each in parameters if isinstance(each, DTensor)}
     return sizes == {1}
 
 
