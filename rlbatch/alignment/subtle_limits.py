@@ -71,7 +71,7 @@ either, and of planted ones 0.69 to 1.46 was measured."""
 NOISY_ZEROS_LEFT = 0.4
 """Share of exact zeros that it may leave: a buffer has them anywhere. Planted kept sets left up to 0.27."""
 
-RIVAL_TURNS = 5
+RIVAL_TURNS = 4
 """Turns from which more than an engine's own noise may be left: other weights fit one turn by chance."""
 RIVAL_LEFT, RIVAL_FEW_LEFT, RIVAL_TOKENS = 0.985, 0.9, 2048
 """Share of the differences that a temperature or a penalty may leave beneath noise, of so many tokens, and of
