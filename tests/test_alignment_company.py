@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from aligned_cases import drawn, judged_in_turn, log_softmax, told
 
-from rlbatch.alignment.company import without_odd_names
+from rlbatch.alignment.company import without_names_of_few, without_odd_names
 from rlbatch.catalogue import finding
 from rlbatch.errors import Where
 
@@ -48,3 +48,14 @@ def test_what_explains_one_batch_is_told_whatever_others_follow_or_came_before(i
     parts = (colder, clean) if is_first else (clean, colder)
     assert set(told(judged_in_turn(*parts))) == {"temperature-mismatch"}
     assert told(judged_in_turn(clean, clean)) == []
+
+
+def test_a_name_that_fewer_turns_have_than_are_unexplained_is_not_believed():
+    few = {at: found("unexplained") for at in range(3)} | {7: found("rows-permuted")}
+    told = without_names_of_few(few)
+    assert [each.code for each in told.values()] == ["unexplained"] * 4
+    assert told[7].found == "2 nats; by itself that is rows-permuted, but 3 other turns are unexplained"
+    # As many turns with a name, or two without one, leave it alone.
+    as_many = {at: found("unexplained") for at in range(3)} | {at: found("shifted") for at in range(3, 6)}
+    two = {0: found("unexplained"), 1: found("unexplained"), 2: found("shifted")}
+    assert (without_names_of_few(as_many), without_names_of_few(two)) == (as_many, two)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from rlbatch.alignment.company import without_odd_names
+from rlbatch.alignment.company import without_names_of_few, without_odd_names
 from rlbatch.alignment.drift import Drift, age_of, drift_findings, metrics
 from rlbatch.alignment.evidence import Evidence
 from rlbatch.alignment.exhibits import Exhibit, exhibit_of
@@ -91,7 +91,7 @@ class Judge:
         told = inquiry.exact()
         looked = self._look(inquiry, set(told))
         single = inquiry.single([*told, *looked])
-        everything = told | looked | single
+        everything = without_names_of_few(told | looked | single)
         for _, mine in measured.by_provenance:
             named = without_odd_names({at: found for at, found in everything.items() if mine[at]})
             told |= {at: named[at] for at in named.keys() & told.keys()}

@@ -71,7 +71,7 @@ either, and of planted ones 0.69 to 1.46 was measured."""
 NOISY_ZEROS_LEFT = 0.4
 """Share of exact zeros that it may leave: a buffer has them anywhere. Planted kept sets left up to 0.27."""
 
-RIVAL_TURNS = 5
+RIVAL_TURNS = 4
 """Turns from which more than an engine's own noise may be left: other weights fit one turn by chance."""
 RIVAL_LEFT, RIVAL_FEW_LEFT, RIVAL_TOKENS = 0.985, 0.9, 2048
 """Share of the differences that a temperature or a penalty may leave beneath noise, of so many tokens, and of
@@ -251,8 +251,9 @@ CONFIDENT_MIN_TOKENS = 4
 CONFIDENT_MOST_SHARE, CONFIDENT_FACTOR = 0.25, 5.0
 """Largest share of such tokens: where more are off, other weights drew. And times as many as the tails of
 noise have; at a KLD of 0.1 other weights left 5 in 337 tokens, where noise of that mean has one."""
-CONFIDENT_NEARLY = 1.0
-"""Nats from which a token is nearly one: tails of noise and other weights leave four times as many that are
-one to two nats off as lie beyond, a kernel that is wrong for some inputs leaves hardly any."""
+CONFIDENT_NEARLY, CONFIDENT_NEARLY_SHARE = 1.0, 0.5
+"""Nats from which a token is nearly one, or one of which the engine is unsure, and how many there may be of
+them for each. A kernel that is wrong for some inputs leaves hardly any; other weights at a KLD above 0.1 left
+more in 12 of 14 turns."""
 CONFIDENT_MIN_SHARE = 0.005
 """Such tokens in a turn, from which noise is no excuse; and their share, where there is noise in the rest."""

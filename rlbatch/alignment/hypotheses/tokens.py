@@ -13,6 +13,7 @@ from rlbatch.alignment.subtle_limits import (
     CONFIDENT_MIN_TOKENS,
     CONFIDENT_MOST_SHARE,
     CONFIDENT_NEARLY,
+    CONFIDENT_NEARLY_SHARE,
     CONFIDENT_OFF,
     SLOT_AFTER,
     SLOT_BEFORE,
@@ -206,9 +207,9 @@ def confident_disagreement(evidence: Evidence) -> Finding | None:
         return None
     if noise > SLOT_NOISY and len(bad) < CONFIDENT_MIN_SHARE * usable.sum():
         return None
-    nearly = usable & ~sure & (evidence.inference >= CONFIDENT_BELOW) & (log_ratio < -CONFIDENT_NEARLY)
+    nearly = usable & ~sure & (log_ratio < -CONFIDENT_NEARLY)
     by_noise = usable.sum() * (noise / CONFIDENT_OFF) ** WAKE_POWER
-    if len(bad) <= np.count_nonzero(nearly) or len(bad) < CONFIDENT_FACTOR * by_noise:
+    if np.count_nonzero(nearly) > CONFIDENT_NEARLY_SHARE * len(bad) or len(bad) < CONFIDENT_FACTOR * by_noise:
         return None
     if len(bad) > CONFIDENT_MOST_SHARE * usable.sum():
         return None
