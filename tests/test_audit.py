@@ -314,8 +314,8 @@ def test_older_tokens_are_not_judged_against_the_limit_of_current_ones(
         return {(found.code, found.severity) for found in report.findings}
 
     assert severities(None) == severities(3) == {("kld-high", "error")}
-    # Values that were moved are not those of what was sampled, whatever their age.
-    assert severities(5) == {("kld-high", "warning"), ("ratio-mean-off", "warning")}
+    # That the trainer holds them likelier than the engine did may be what it has learnt since.
+    assert severities(5) == {("kld-high", "warning")}
 
 
 def test_an_unusable_file_does_not_keep_others_from_being_judged(
