@@ -19,7 +19,16 @@ set; measured by `measure_figures.py`. A case is one fault, planted into one of 
 a step. `named`: its own code and no other cause; `size right`: of the named ones, those that say the right
 lag, row or slots too, or the parameter within 5 %; `wrong`: another cause; `unexplained`: something is wrong,
 and not what; `missed`: silence.
+
+A draw whose fault moves too little to show beneath the noise is drawn again (`rlbatch/drill/shows.py`): a case
+has 16 tokens in one row moved by twice the noise, or 64 nats of expected log likelihood over the rows of a run.
 """
+
+CLEAN = {
+    "clean_with_logits": "clean rows that were judged with logits",
+    "clean": "clean rows without",
+    "bootstrap": "rows block-bootstrapped from them",
+}
 
 
 def main() -> None:
@@ -58,13 +67,18 @@ def _cases(cases: dict[str, Any], sizes: dict[str, list[int]]) -> Iterator[str]:
 
 
 def _clean(part: dict[str, Any]) -> Iterator[str]:
-    for name, words in (("clean", "clean rows"), ("bootstrap", "rows block-bootstrapped from them")):
+    for name, words in CLEAN.items():
         counts = part.get(name)
         if not counts or not counts["rows"]:
             continue
         codes = ", ".join(f"{code} {n}" for code, n in counts["codes"].items())
         errors, warnings = counts.get("error", 0), counts.get("warning", 0)
         yield f"{counts['rows']:,} {words}: {errors} errors, {warnings} warnings{codes and f' ({codes})'}.  "
+    if "other_weights" in part:
+        counts = part["other_weights"]
+        codes = ", ".join(f"{where} {n}" for where, n in counts["wrong"].items())
+        wrong = codes and f" ({codes})"
+        yield f"{counts['steps']} steps of a trainer with other weights: {counts['named']} named{wrong}.  "
 
 
 if __name__ == "__main__":
