@@ -21,8 +21,8 @@ lag, row or slots too, or the parameter within 5 %; `wrong`: another cause; `une
 and not what; `missed`: silence.
 
 A draw whose fault moves too little to show beneath the noise is drawn again (`rlbatch/drill/shows.py`): a
-case has 16 tokens in one row moved by twice the noise, or 64 nats of expected log likelihood over the rows of a
-run.
+case has 16 tokens in one row moved by twice the noise, or 64 nats of expected log likelihood over the rows of
+a run.
 """
 
 CLEAN = {
