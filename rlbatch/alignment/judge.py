@@ -35,7 +35,7 @@ class Verdict:
     """What was found of everything a judge has seen."""
 
     findings: tuple[Finding, ...]
-    """Errors first."""
+    """Errors first, and of these what is named."""
     judged: bool
     """False where there was too little to go by, or part could not be compared: not called sound."""
     metrics: dict[str, float]
@@ -171,7 +171,8 @@ class Judge:
         # What is told for sure, and what old data does, may move the mean as well.
         if not any(found.severity == "error" or found.code == "stale" for found in findings):
             findings += ratio_findings(self.drift.by_age)
-        findings.sort(key=lambda found: found.severity != "error")
+        # A cause that is named says more than what is not: it is read first, and gives the error its code.
+        findings.sort(key=lambda found: (found.severity != "error", found.code == "unexplained"))
         doubtful = any(found.code in DOUBTS for found in findings)
         return Verdict(
             findings=tuple(findings),
