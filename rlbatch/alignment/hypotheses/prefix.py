@@ -26,7 +26,6 @@ from rlbatch.alignment.subtle_limits import (
     PREFIX_STRATA,
     PREFIX_STRATUM,
     PREFIX_SURE_ERRORS,
-    PREFIX_SURE_FACTOR,
     RUBBISH_MEAN,
     UNSURE_BELOW,
 )
@@ -62,16 +61,10 @@ def prefix_differs(exhibits: Sequence[Exhibit]) -> Finding | None:
         return None
     if loud < PREFIX_LEAST or fading < _errors_needed(loud, quiet, is_quiet=is_quiet):
         return None
-    # A beginning is loud by chance now and then: no error, until it is beyond doubt.
-    is_sure = fading >= PREFIX_SURE_ERRORS or (
-        is_quiet
-        and loud >= PREFIX_SURE_FACTOR * quiet
-        and fading >= PREFIX_QUIET_ERRORS
-        and loud >= PREFIX_LOUD
-    )
     return finding(
         "prefix-differs",
-        severity="error" if is_sure else "warning",
+        # A beginning is loud by chance now and then: no error, until it is beyond doubt.
+        severity="error" if fading >= PREFIX_SURE_ERRORS else "warning",
         where=max(exhibits, key=_loudness).place,
         expected="differences of one size along a turn",
         found=f"mean |log_ratio| {loud:.3g} nats in the first {PREFIX_EARLY} tokens of {len(exhibits)} "
