@@ -489,7 +489,9 @@ def test_float32_is_exact_whatever_precision_is_allowed(allowed: str) -> None:
     assert torch.backends.mkldnn.matmul.fp32_precision == allowed
 
 
-def test_float32_is_exact_in_every_thread_and_the_switch_is_back_after(allowed: str) -> None:
+def test_float32_is_exact_in_every_thread_and_the_switch_is_back_after(allowed: str, backend: str) -> None:
+    if backend == "triton":
+        pytest.skip("Triton's interpreter serves one thread at a time")
     with ThreadPoolExecutor(4) as pool:
         errors = list(pool.map(lambda _: _error_of_float32(), range(12)))
     assert max(errors) < 2e-5
